@@ -1,4 +1,4 @@
-"""What every test shares: precision, strict promotion, keys and the hypothesis profile.
+"""Settings and fixtures of all tests: precision, strict promotion, keys, the hypothesis profile.
 
 The shape annotations of `retrodict` are executed while the tests run: see `--jaxtyping-packages` in
 pyproject.toml.
@@ -39,13 +39,13 @@ LONGEST = (
     "learning/test_fit",
     "learning/test_segments",
     "families/test_base",
-    "runs/test_stream_learn",
+    "runs/test_stream_learning",
     "test_doctests",
     "online/test_running",
     "models/test_models",
-    "model/test_accepted_inputs",
+    "model/test_series_accepted",
     "test_readme",
-    "learning/test_stored",
+    "learning/test_on_disk",
     "distributed/test_mesh",
     "smooth/test_smooth",
     "bounds/test_error_bound",
@@ -57,10 +57,7 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps what was compiled: the next run reads a program that did not change.
-
-    It lies in pytest's own cache, and `-p no:cacheprovider` leaves it out.
-    """
+    """Cache compiled programs in the cache of pytest; `-p no:cacheprovider` disables it."""
     cache = getattr(config, "cache", None)
     if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("compiled")))
@@ -76,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs() -> Iterator[None]:
+def clear_compiled_programs() -> Iterator[None]:
     """Drop compiled programs after each file: a process may map a limited number of pages.
 
     Each program takes several memory mappings. Linux allows 65,530 per process, and the compiler
@@ -93,14 +90,14 @@ def key() -> jax.Array:
 
 @pytest.fixture
 def x32() -> Iterator[None]:
-    """Runs one test as most users run JAX: 64-bit types off, every array float32."""
+    """Run a test as most users run JAX: 64-bit types off, every array float32."""
     with jax.enable_x64(False):
         yield
 
 
 @pytest.fixture(params=["float64", "float32"])
 def dtype(request: pytest.FixtureRequest) -> Iterator[jnp.dtype]:
-    """Runs a test once in each precision, with `jax_enable_x64` on for the first alone.
+    """Run a test once in each precision, with `jax_enable_x64` on for the first alone.
 
     Arrays made before the test (by a fixture of wider scope) keep the precision that they have.
     """
@@ -110,7 +107,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[jnp.dtype]:
 
 @pytest.fixture
 def untyped() -> Iterator[None]:
-    """Calls the library as its users do, without the checks of annotations."""
+    """Call the library as its users do, without checks of annotations."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -208,12 +208,12 @@ def test_dependencies_point_one_way():
     assert wrong_edges(SOURCE) == []
 
 
-def test_there_is_no_cycle():
+def test_imports_have_no_cycle():
     cycle = find_cycle(import_graph(SOURCE))
     assert not cycle, " -> ".join(module or ROOT for module in cycle)
 
 
-def test_the_layout_names_every_entry_and_every_entry_exists():
+def test_layers_list_every_entry():
     assert unknown_entries(SOURCE) == []
     assert {entry(module) for module in modules(SOURCE) if module} == set(LEVEL)
 
@@ -239,29 +239,29 @@ def undocumented(source: Path) -> list[str]:
 
 def habits_broken(tree: ast.Module, module: str, is_package: bool) -> list[str]:
     """Asserts, changes of JAX's configuration, and packages that the library stays clear of."""
-    found = []
+    problems = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            found.append(f"{module}:{node.lineno}: raise an error that explains, never assert")
+            problems.append(f"{module}:{node.lineno}: raise an error that explains, never assert")
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.config.update":
             if entry(module) != "cli":
-                found.append(f"{module}:{node.lineno}: JAX's configuration is the user's")
+                problems.append(f"{module}:{node.lineno}: JAX's configuration is the user's")
     for origin, _ in imported_names(tree, module, is_package):
         if reason := UNWANTED_PACKAGES.get(entry(origin)):
-            found.append(f"{module}: no {origin}: {reason}")
-    return found
+            problems.append(f"{module}: no {origin}: {reason}")
+    return problems
 
 
-def test_what_is_public_is_documented():
+def test_public_names_have_docstrings():
     assert undocumented(SOURCE) == []
 
 
-def test_the_library_keeps_its_habits():
-    found = []
+def test_source_follows_house_rules():
+    problems = []
     for path in sorted(SOURCE.rglob("*.py")):
         is_package = path.name == "__init__.py"
-        found += habits_broken(parse(path), module_name(path, SOURCE), is_package)
-    assert found == []
+        problems += habits_broken(parse(path), module_name(path, SOURCE), is_package)
+    assert problems == []
 
 
 # The checks above pass on any tree that they fail to see, so each is shown one that it refuses.
@@ -315,7 +315,7 @@ def test_right_edges_are_allowed(tmp_path: Path, path: str, text: str):
     assert wrong_edges(write_tree(tmp_path, {path: text})) == []
 
 
-def test_a_cycle_is_found(tmp_path: Path):
+def test_cycle_is_detected(tmp_path: Path):
     tree = {
         "_model/__init__.py": "from retrodict._model.linear import L as L",
         "_model/linear.py": "from retrodict._model import base",
@@ -327,7 +327,7 @@ def test_a_cycle_is_found(tmp_path: Path):
     assert cycle[0] == cycle[-1] and set(cycle) == {"_model", "_model.linear", "_model.base"}
 
 
-def test_an_unknown_entry_is_found(tmp_path: Path):
+def test_unknown_entry_is_detected(tmp_path: Path):
     write_tree(tmp_path, {"_arrays.py": "", "_model/any.py": "", "utils.py": "", "_misc/a.py": ""})
     assert unknown_entries(tmp_path) == ["_misc", "utils.py"]
 
@@ -343,7 +343,7 @@ def test_an_unknown_entry_is_found(tmp_path: Path):
         "__all__ = ['fit']",
     ],
 )
-def test_more_than_a_reexport_is_found(text: str):
+def test_code_in_package_init_is_detected(text: str):
     allowed = (
         '"""A docstring."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n'
         "    from retrodict._learning import fit as fit\n    from . import data as data\n"
@@ -358,11 +358,11 @@ def test_more_than_a_reexport_is_found(text: str):
     "text",
     ["assert x > 0", "jax.config.update('jax_enable_x64', True)", "from distrax import Normal"],
 )
-def test_a_broken_habit_is_found(text: str):
+def test_broken_house_rule_is_detected(text: str):
     assert len(habits_broken(ast.parse(text), "_learning", is_package=False)) == 1
 
 
-def test_a_missing_docstring_is_found(tmp_path: Path):
+def test_missing_docstring_is_detected(tmp_path: Path):
     fit = "def fit():\n    ...\n\ndef helper():\n    ...\n"
     write_tree(tmp_path, {"__init__.py": "from ._fit import fit as fit", "_fit.py": fit})
     assert undocumented(tmp_path) == ["_fit.fit"]
@@ -398,6 +398,19 @@ def tracked() -> list[Path]:
     return [path for name in names if name and (path := REPOSITORY / name).is_file()]
 
 
+def test_test_files_mirror_modules():
+    """A file is `test_<module>.py` or `test_<module>_<aspect>.py` in the folder of its package."""
+    unmatched = []
+    for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
+        folder = path.parent.name
+        packages = [SOURCE / f"_{folder}", SOURCE / folder]
+        modules = {item.stem.lstrip("_") for package in packages for item in package.rglob("*")}
+        stem = path.stem.removeprefix("test_")
+        if not any(f"{stem}_".startswith(f"{module}_") for module in {folder, *modules} - {""}):
+            unmatched.append(str(path.relative_to(REPOSITORY)))
+    assert unmatched == []
+
+
 def pickling(tree: ast.Module) -> list[str]:
     """What a file does with pickle: imports of a pickler, and `allow_pickle=True`."""
     imports = [o for o, _ in imported_names(tree, "", is_package=False) if entry(o) in PICKLERS]
@@ -412,27 +425,27 @@ def pickling(tree: ast.Module) -> list[str]:
 
 
 def test_no_file_names_a_registry_or_a_machine(tracked: list[Path]):
-    found = []
+    problems = []
     for path in tracked:
         text = path.read_bytes().decode("utf-8", errors="ignore")
         if match := HOSTS.search(text) or MACHINE_PATHS.search(text):
-            found.append(f"{path.relative_to(REPOSITORY)}: {match.group()}")
-    assert found == []
+            problems.append(f"{path.relative_to(REPOSITORY)}: {match.group()}")
+    assert problems == []
 
 
 def test_nothing_is_pickled(tracked: list[Path]):
-    found = []
+    problems = []
     for path in tracked:
         if path.suffix in {".joblib", ".pickle", ".pkl"}:
-            found.append(f"{path.relative_to(REPOSITORY)}: a pickle")
+            problems.append(f"{path.relative_to(REPOSITORY)}: a pickle")
         elif path.suffix == ".py":
-            found += [f"{path.relative_to(REPOSITORY)}: {use}" for use in pickling(parse(path))]
-    assert found == []
+            problems += [f"{path.relative_to(REPOSITORY)}: {use}" for use in pickling(parse(path))]
+    assert problems == []
 
 
 @pytest.mark.parametrize(
     "text", ["import pickle", "from joblib import dump", "load(f, allow_pickle=True)"]
 )
-def test_pickling_is_found(text: str):
+def test_pickling_is_detected(text: str):
     assert len(pickling(ast.parse(text))) == 1
     assert pickling(ast.parse("import json\nload(f, allow_pickle=False)")) == []

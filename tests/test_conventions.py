@@ -32,12 +32,12 @@ def defined_names(path: Path) -> set[str]:
     return names
 
 
-def test_the_table_has_one_row_per_formula():
+def test_formula_table_has_one_row_per_formula():
     assert len(formula_rows()) == NUM_FORMULAS
 
 
 @pytest.mark.parametrize("row", formula_rows())
-def test_each_formula_is_where_the_table_says(row: str):
+def test_formulas_are_where_the_table_says(row: str):
     references = REFERENCE.findall(row)
     assert references, f"No reference of the form `path/to/file.py:function` in: {row}"
     for path, name in references:

@@ -10,13 +10,13 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("_"))
 
 
-def test_there_are_examples():
+def test_examples_folder_is_not_empty():
     assert len(SCRIPTS) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_runs(name: str, tmp_path: Path):
+def test_examples_run(name: str, tmp_path: Path):
     out = tmp_path / name
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

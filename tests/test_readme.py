@@ -1,6 +1,5 @@
 """The code that the README and the documentation print runs, and prints what they say."""
 
-import ast
 import contextlib
 import io
 import re
@@ -43,10 +42,10 @@ def blocks(page: str) -> list[Block]:
 
 def run_page(page: str, name: str) -> int:
     """Runs the Python blocks in one namespace; a `text` block right after one is its output."""
-    found = blocks(page)
+    code_blocks = blocks(page)
     namespace: dict[str, object] = {"__name__": "__page__"}
     count = 0
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    for block, after in zip(code_blocks, [*code_blocks[1:], None], strict=True):
         if block.language != "python":
             continue
         count += 1
@@ -73,7 +72,7 @@ LONG = (
 @pytest.mark.parametrize(
     "name", [pytest.param(p, marks=pytest.mark.slow) if p in LONG else p for p in PAGES]
 )
-def test_a_page_runs_as_printed(name: str):
+def test_page_runs_as_printed(name: str):
     path = REPOSITORY / name
     assert run_page(path.read_text(encoding="utf-8"), name) > 0
 
@@ -83,30 +82,6 @@ def test_blocks_share_a_namespace_and_others_are_skipped():
     assert run_page(page, "page") == 2
 
 
-def test_an_output_that_differs_is_found():
+def test_differing_output_is_detected():
     with pytest.raises(AssertionError, match="page, line 5"):
         run_page("```python\nprint(1)\n```\n```text\n2\n```\n", "page")
-
-
-def exported(package: str) -> set[str]:
-    """Return the names that a package exports: `__all__` if it has one, else its re-exports."""
-    path = REPOSITORY / "src" / package.replace(".", "/") / "__init__.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return set(ast.literal_eval(node.value))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
-
-
-def test_the_api_page_lists_what_is_exported():
-    page = (REPOSITORY / "docs/api.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\.\. (?:auto\w+|py:data):: retrodict\.([\w.]+)$", page, re.MULTILINE)
-    names = exported("retrodict")
-    namespaces = [n for n in names if (REPOSITORY / "src/retrodict" / n / "__init__.py").is_file()]
-    names |= {f"{space}.{name}" for space in namespaces for name in exported(f"retrodict.{space}")}
-    # Records that a verb returns are documented there, under their private names.
-    public = [name for name in listed if not name.startswith("_")]
-    again = {name for name in names if "." in name and name.split(".")[-1] in names}
-    assert names - again - set(public) == set()
-    assert len(public) == len(set(public))

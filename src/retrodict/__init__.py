@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from retrodict._families import AbstractSampledFamily as AbstractSampledFamily
     from retrodict._families import AssimilationFamily as AssimilationFamily
     from retrodict._families import ConjugateFamily as ConjugateFamily
+    from retrodict._families import Factor as Factor
     from retrodict._families import GatedFamily as GatedFamily
     from retrodict._families import KalmanFamily as KalmanFamily
     from retrodict._families import MixtureFamily as MixtureFamily
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from retrodict._model import Gaussian as Gaussian
     from retrodict._model import GaussianMixture as GaussianMixture
     from retrodict._model import LinearGaussianKernel as LinearGaussianKernel
-    from retrodict._model import NaturalGaussian as NaturalGaussian
     from retrodict._model import NonlinearGaussianKernel as NonlinearGaussianKernel
     from retrodict._model import Positive as Positive
     from retrodict._model import PositiveTril as PositiveTril

@@ -94,11 +94,29 @@ class UserError(ValueError):
 
 
 class DataError(UserError):
-    """A table that cannot be read. The message names the file, the row and the column."""
+    """A table that cannot be read. The message names the file, the row and the column.
+
+    Example:
+        >>> import retrodict as rd
+        >>> try:
+        ...     rd.data.read({"year": [1871, 1872], "flow": [1.0, 2.0]}, columns="flwo")
+        ... except rd.data.DataError as error:
+        ...     print(error)
+        the dict: there is no column 'flwo' (columns); there are year, flow. Did you mean 'flow'?
+    """
 
 
 class ModelError(UserError):
-    """An invalid model, model file, option of a model or parameter."""
+    """An invalid model, model file, option of a model or parameter.
+
+    Example:
+        >>> import retrodict as rd
+        >>> try:
+        ...     rd.models.from_options("local_levels")
+        ... except rd.models.ModelError as error:
+        ...     print(error)
+        There is no ready model local_levels. Did you mean local_level? ...
+    """
 
 
 def optional(name: str, extra: str = "data") -> Any:
@@ -152,12 +170,15 @@ def lazily(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package that is being imported.
 
+    Public are the names of the package's `__all__` if it has one, and all exports otherwise.
+
     Args:
         package: its name. Its `__init__` holds `from MODULE import NAME as NAME`, each under
             `if TYPE_CHECKING`.
     """
     module = sys.modules[package]
     owners = _modules_of_exports(package)
+    public = sorted(vars(module).get("__all__", owners))
 
     def load(name: str) -> Any:
         if name not in owners:
@@ -171,13 +192,13 @@ def lazily(
         setattr(module, name, value)
         return value
 
-    return load, lambda: sorted({*vars(module), *owners}), sorted(owners)
+    return load, public.copy, public
 
 
 def _hint(package: str, name: str, owners: dict[str, str]) -> str:
-    """Name the namespace of the package that has this attribute, if there is one."""
+    """Name the namespace of the package that has this public name, if there is one."""
     for namespace in [name for name, module in owners.items() if module == package]:
-        if hasattr(importlib.import_module(f"{package}.{namespace}"), name):
+        if name in importlib.import_module(f"{package}.{namespace}").__all__:
             return f"; use {package}.{namespace}.{name}"
     return ""
 

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,8 +16,15 @@ import pytest
 import scipy.linalg
 import scipy.optimize
 import scipy.stats
-from bounded_law import Within
-from linear_models import lower_factor, random_mask, random_model
+from linear_models import (
+    linear_kernel,
+    linear_model,
+    linear_transition_model,
+    lower_factor,
+    random_mask,
+    random_model,
+)
+from nonlinear_models import hide_linearity, nonlinear_emission_model, uniform_emission
 
 import retrodict as rd
 from retrodict._model import Series
@@ -98,7 +106,7 @@ def folded_mean(shift: float, spread: float) -> float:
 
 
 @pytest.mark.parametrize("shift, spread", [(0.0, 0.5), (1.3, 0.0), (0.4, 0.7), (-2.0, 0.1)])
-def test_distance_in_one_dimension_is_the_integral_over_quantiles(shift: float, spread: float):
+def test_wasserstein_distance_in_1d_equals_integral_over_quantiles(shift: float, spread: float):
     p = rd.Gaussian(jnp.zeros(1), jnp.eye(1))
     q = rd.Gaussian(jnp.array([shift]), (1 + spread) * jnp.eye(1))
     levels = (np.arange(200_000) + 0.5) / 200_000
@@ -107,7 +115,7 @@ def test_distance_in_one_dimension_is_the_integral_over_quantiles(shift: float, 
     assert distances.gaussian_distance(p, q) == pytest.approx(expected, rel=1e-4)
 
 
-def test_bures_is_the_formula_with_matrix_roots(key: Any):
+def test_bures_distance_equals_formula_with_matrix_roots(key: Any):
     rng = np.random.default_rng(0)
     p, q = gaussian(rng, 3), gaussian(rng, 3)
     a, b = np.asarray(p.covariance), np.asarray(q.covariance)
@@ -117,7 +125,7 @@ def test_bures_is_the_formula_with_matrix_roots(key: Any):
     assert distances.bures(p, q) == pytest.approx(math.sqrt(squared), rel=1e-10)
 
 
-def test_bures_sees_differences_far_below_the_root_of_rounding():
+def test_bures_distance_resolves_tiny_differences():
     law = gaussian(np.random.default_rng(1), 2)
     near = rd.Gaussian(law.mean, law.scale_tril * (1 + 1e-12))
     assert float(distances.bures(law, near)) == pytest.approx(
@@ -126,7 +134,7 @@ def test_bures_sees_differences_far_below_the_root_of_rounding():
 
 
 @pytest.mark.slow
-def test_distance_on_a_mesh_is_above_the_best_transport_plan():
+def test_distance_on_a_mesh_is_at_least_the_optimal_transport_cost():
     rng = np.random.default_rng(2)
     shape, spacing = (3, 4), np.array([0.5, 0.3])
     points = np.array(list(itertools.product(*(np.arange(n) for n in shape)))) * spacing
@@ -136,15 +144,15 @@ def test_distance_on_a_mesh_is_above_the_best_transport_plan():
     for _ in range(5):
         p, q = rng.dirichlet(np.ones(size)), rng.dirichlet(np.ones(size))
         plan = scipy.optimize.linprog(costs.ravel(), A_eq=sums, b_eq=np.concatenate([p, q]))
-        found = distances.table_distance(
+        distance = distances.table_distance(
             jnp.asarray(p.reshape(shape)), jnp.asarray(q.reshape(shape)), jnp.asarray(spacing)
         )
-        assert plan.fun <= float(found) <= 3 * plan.fun
+        assert plan.fun <= float(distance) <= 3 * plan.fun
     # Moved by one column as a whole, the distance is one spacing.
     table = np.pad(rng.dirichlet(np.ones(6)).reshape(3, 2), ((0, 0), (0, 2)))
     moved = np.roll(table, 1, axis=1)
-    found = distances.table_distance(*map(jnp.asarray, (table, moved, spacing)))
-    assert float(found) == pytest.approx(0.3)
+    distance = distances.table_distance(*map(jnp.asarray, (table, moved, spacing)))
+    assert float(distance) == pytest.approx(0.3)
 
 
 # Sums of products
@@ -162,27 +170,27 @@ def sum_of_products(gains_: np.ndarray, lipschitz: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
-def test_lipschitz_sums_are_the_sums_over_all_products(d: int):
+def test_lipschitz_sums_equal_explicit_sums_of_products(d: int):
     rng = np.random.default_rng(d)
     steps, constants = 0.6 * rng.normal(size=(9, d, d)), rng.uniform(size=10)
     expected = sum_of_products(steps, constants)
-    found = lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    sums = lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
     backward = lipschitz.forward_lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
     assert float(backward[-2]) == pytest.approx(
         constants[-2] + constants[-1] * np.linalg.norm(steps[-1], 2)
     )
 
 
-def test_a_window_keeps_the_sum_an_upper_bound_and_close():
+def test_windowed_lipschitz_sum_is_a_close_upper_bound():
     rng = np.random.default_rng(3)
     # Rotations that shrink: norms of products decay, and so do those beyond the window.
     steps = 0.8 * np.array([scipy.linalg.expm(a - a.T) for a in rng.normal(size=(59, 2, 2))])
     expected = sum_of_products(steps, np.ones(60))
     for window in (1, 2, 5, 20):
-        found = np.asarray(lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.ones(60), window))
-        assert (found >= expected * (1 - 1e-12)).all()
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+        sums = np.asarray(lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.ones(60), window))
+        assert (sums >= expected * (1 - 1e-12)).all()
+    np.testing.assert_allclose(sums, expected, rtol=1e-6)
     # Shears, whose norms exceed 1 while their products decay: a short window is looser, not wrong.
     shears = np.array([[[0.5, 2.0], [0.0, 0.5]]] * 59)
     expected = sum_of_products(shears, np.ones(60))
@@ -195,44 +203,44 @@ def test_a_window_keeps_the_sum_an_upper_bound_and_close():
 # Curvature
 
 
-def dense(found: curvature.Curvature) -> np.ndarray:
+def dense(blocks: curvature.Curvature) -> np.ndarray:
     """K₀⁻¹ as one matrix, from what the elimination keeps."""
-    n, d = found.pivots.shape[:2]
+    n, d = blocks.pivots.shape[:2]
     inverse = np.zeros((n * d, n * d))
     for j in range(n):
-        block = np.asarray(found.covariances[j])
+        block = np.asarray(blocks.covariances[j])
         for i in range(j, -1, -1):
             inverse[i * d : (i + 1) * d, j * d : (j + 1) * d] = block
             inverse[j * d : (j + 1) * d, i * d : (i + 1) * d] = block.T
             if i > 0:
-                block = np.asarray(found.gains[i - 1]) @ block
+                block = np.asarray(blocks.gains[i - 1]) @ block
     return inverse
 
 
 @pytest.mark.parametrize("d", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_curvature_is_the_hessian_of_a_linear_gaussian_model(d: int):
+def test_curvature_equals_hessian_of_linear_gaussian_model(d: int):
     rng = np.random.default_rng(d)
     model, n = random_model(rng, d, 2), 5
     ys, mask = rng.normal(size=(n, 2)), jnp.asarray(random_mask(rng, n, 2, 0.7))
-    found = curvature.curvature(model, Series(jnp.asarray(ys), mask, None, None))
+    curvatures = curvature.curvature(model, Series(jnp.asarray(ys), mask, None, None))
 
     def log_joint(path: Any) -> Any:
         return model.log_joint(path.reshape(n, d), ys, mask=mask)
 
     precision = -jax.hessian(log_joint)(jnp.zeros(n * d))
-    np.testing.assert_allclose(dense(found), np.linalg.inv(precision), rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(dense(curvatures), np.linalg.inv(precision), rtol=1e-8, atol=1e-10)
     s = rng.normal(size=(n, d))
-    form = float(jnp.sum(found.quadratic_form(jnp.asarray(s))))
+    form = float(jnp.sum(curvatures.quadratic_form(jnp.asarray(s))))
     assert form == pytest.approx(s.ravel() @ np.linalg.inv(precision) @ s.ravel())
     blocks = np.linalg.inv(precision).reshape(n, d, n, d).transpose(0, 2, 1, 3)
     sizes, constants = np.linalg.norm(blocks, 2, axis=(2, 3)), rng.uniform(size=n)
-    variance = float(jnp.sum(found.largest_variance(jnp.asarray(constants), WINDOW)))
+    variance = float(jnp.sum(curvatures.largest_variance(jnp.asarray(constants), WINDOW)))
     assert variance == pytest.approx(constants @ sizes @ constants)
 
 
 @pytest.mark.slow
-def test_forward_kernels_are_those_of_the_joint_law():
+def test_forward_kernels_equal_conditionals_of_joint_law():
     instance = Instance(4, 2)
     reference = wasserstein.exact_posterior(instance.exact)
     joint = instance.exact.pairwise()
@@ -259,37 +267,37 @@ RIGOROUS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("d, count, largest_median", [(1, 12, 1.6), (2, 20, 2.2)])
-def test_no_bound_is_violated_and_the_first_is_sharp(d: int, count: int, largest_median: float):
+def test_error_bounds_hold_and_the_tightest_is_sharp(d: int, count: int, largest_median: float):
     ratios = []
     for seed in range(count):
         instance = Instance(seed, d)
-        found = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(seed), num_samples=200)
+        bound = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(seed), num_samples=200)
         worst = instance.worst_case()
-        assert set(found.considered) == set(RIGOROUS)
-        for name, value in found.considered.items():
+        assert set(bound.considered) == set(RIGOROUS)
+        for name, value in bound.considered.items():
             assert float(value) >= worst * (1 - 1e-9), (seed, name)
-        assert float(found.value) == min(float(v) for v in found.considered.values())
-        assert found.rigorous and float(jnp.sum(found.per_step)) == pytest.approx(
-            float(found.value)
+        assert float(bound.value) == min(float(v) for v in bound.considered.values())
+        assert bound.rigorous and float(jnp.sum(bound.per_step)) == pytest.approx(
+            float(bound.value)
         )
-        ratios.append(float(found.considered["wasserstein_phi"]) / worst)
+        ratios.append(float(bound.considered["wasserstein_phi"]) / worst)
         signed = instance.bound(rd.StateSum())
-        assert float(signed.value) <= float(found.value) * (1 + 1e-9)
+        assert float(signed.value) <= float(bound.value) * (1 + 1e-9)
     assert np.median(ratios) < largest_median
 
 
 @pytest.mark.slow
 def test_bounds_vanish_at_the_exact_posterior():
     instance = Instance(6, 2)
-    found = rd.error_bound(
+    bound = rd.error_bound(
         instance.model, instance.exact, instance.ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0)
     )
     for name in ("wasserstein_phi", "wasserstein_b", "wasserstein_q", "wasserstein_a", "score"):
-        assert float(found.considered[name]) < 1e-7, name
+        assert float(bound.considered[name]) < 1e-7, name
 
 
 @pytest.mark.slow
-def test_a_constant_scales_the_bound():
+def test_bound_is_proportional_to_declared_constant():
     instance = Instance(8, 1)
     one, three = (instance.bound(rd.bounds.AnyLipschitz(c)).value for c in (1.0, 3.0))
     assert float(three) == pytest.approx(3 * float(one))
@@ -298,15 +306,15 @@ def test_a_constant_scales_the_bound():
 @pytest.mark.slow
 def test_the_exact_error_is_the_difference_of_expectations():
     instance = Instance(3, 2)
-    found = instance.bound(rd.SecondMoments())
+    bound = instance.bound(rd.SecondMoments())
     ours = rd.expectation(instance.chain, rd.SecondMoments())
     exact = rd.expectation(instance.exact, rd.SecondMoments())
     errors = jax.tree.map(lambda a, b: a - b, ours, exact)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), found.error, errors)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), bound.error, errors)
     largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in errors)
-    assert float(found.value) == pytest.approx(largest)
-    assert abs(float(jnp.sum(found.per_step))) == pytest.approx(largest)
-    assert found.method == "exact" and found.rigorous and found.rests_on.startswith("exact")
+    assert float(bound.value) == pytest.approx(largest)
+    assert abs(float(jnp.sum(bound.per_step))) == pytest.approx(largest)
+    assert bound.method == "exact" and bound.rigorous and bound.rests_on.startswith("exact")
     # What time 0 adds is what the functional of the first row alone has.
     first = rd.expectation(instance.chain.prefix(1), rd.SecondMoments())
     assert first.within.shape == (2, 2)
@@ -321,8 +329,8 @@ def test_functionals_of_pairs_are_bounded():
     functional = rd.AdditiveFunctional(distance_travelled, lipschitz=(1.0, 1.0))
     for seed in range(10):
         instance = Instance(seed, 1)
-        found = instance.bound(functional, key=jax.random.key(0), num_samples=200)
-        assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
+        bound = instance.bound(functional, key=jax.random.key(0), num_samples=200)
+        assert set(bound.considered) == {"wasserstein_phi", "elbo_gap", "score"}
 
         def expected(chain: rd.LinearGaussianChain) -> float:
             pairs = chain.pairwise()
@@ -333,15 +341,15 @@ def test_functionals_of_pairs_are_bounded():
             )
 
         error = abs(expected(instance.chain) - expected(instance.exact))
-        assert all(float(value) >= error for value in found.considered.values()), seed
+        assert all(float(value) >= error for value in bound.considered.values()), seed
 
 
 def test_bounded_functionals_are_bounded_by_the_gap():
     instance = Instance(5, 1)
-    found = instance.bound(rd.bounds.AnyBounded(2.0))
+    bound = instance.bound(rd.bounds.AnyBounded(2.0))
     gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
-    assert found.method == "pinsker"
-    assert float(found.value) == pytest.approx(2.0 * N * math.sqrt(float(gap) / 2))
+    assert bound.method == "pinsker"
+    assert float(bound.value) == pytest.approx(2.0 * N * math.sqrt(float(gap) / 2))
     above = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 0), oscillation=1.0)
     ours, exact = instance.chain.marginals(), instance.exact.marginals()
     chances = [scipy.stats.norm.cdf(laws.mean / laws.std).sum() for laws in (ours, exact)]
@@ -355,22 +363,22 @@ def test_padding_and_missing_rows_are_left_out():
     ys[4] = np.nan
     model = instance.model
     chain = rd.kalman_smoother(perturbed(np.random.default_rng(0), model, 0.1), ys).chain
-    whole = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
+    unpadded = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
     padded = np.concatenate([ys, np.full((5, 1), 7.0)])
     other = perturbed(np.random.default_rng(0), model, 0.1)
     long = rd.kalman_smoother(other, padded, length=N).chain
-    found = rd.error_bound(model, long, padded, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
-    assert found.per_step.shape == (N,)
+    bound = rd.error_bound(model, long, padded, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
+    assert bound.per_step.shape == (N,)
     for name in ("wasserstein_phi", "elbo_gap"):
-        assert float(found.considered[name]) == pytest.approx(float(whole.considered[name]))
+        assert float(bound.considered[name]) == pytest.approx(float(unpadded.considered[name]))
 
 
 @pytest.mark.slow
-def test_bounds_in_float32(x32: None):
+def test_bound_in_float32_is_valid_and_float32(x32: None):
     instance = Instance(9, 1)
-    found = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
-    assert found.value.dtype == jnp.float32
-    assert float(found.value) >= instance.worst_case() * (1 - 1e-3)
+    bound = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
+    assert bound.value.dtype == jnp.float32
+    assert float(bound.value) >= instance.worst_case() * (1 - 1e-3)
 
 
 # Grids
@@ -380,11 +388,7 @@ GRID = rd.Grid([-9.0], [9.0], 300)
 
 
 def nonlinear_model(emission: Any) -> rd.StateSpaceModel:
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
-        emission=emission,
-    )
+    return linear_transition_model(emission, weight=0.8, noise=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +404,7 @@ def counts() -> tuple[rd.StateSpaceModel, Any, rd.LinearGaussianChain, rd.GridPo
 
 
 @pytest.mark.slow
-def test_on_a_grid_the_bound_is_that_of_closed_forms():
+def test_grid_bound_equals_closed_form():
     instance = Instance(11, 1)
     posterior = rd.grid_smoother(instance.model, instance.ys, GRID)
     ones = lipschitz.Sensitivity(jnp.zeros(N), jnp.ones(N))
@@ -408,8 +412,8 @@ def test_on_a_grid_the_bound_is_that_of_closed_forms():
     expected = wasserstein.phi(instance.chain, reference, ones, WINDOW)
     gains = instance.chain.kernels.weight
     between, misfit = grid_bounds.marginal_distances(instance.chain, posterior)
-    found = lipschitz.transport_terms(between, gains, ones, WINDOW)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+    terms = lipschitz.transport_terms(between, gains, ones, WINDOW)
+    np.testing.assert_allclose(terms, expected, rtol=1e-3, atol=1e-6)
     assert float(misfit) < 1e-6
     # In one dimension the kernels' mean distance is W₁ on the grid and a root mean square of W₂
     # in closed form.
@@ -429,11 +433,11 @@ def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     weights, _ = grid_bounds.marginals_on(GRID, chain)
     spacing = float(GRID.spacing[0])
     worst = spacing * float(jnp.sum(jnp.abs(jnp.cumsum(weights - posterior.weights, axis=1))))
-    found = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key)
-    assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
-    assert all(float(value) >= worst * (1 - 1e-6) for value in found.considered.values())
-    assert found.method == "wasserstein_phi" and "grid error" in found.rests_on
-    assert not found.rigorous and found.confidence == 1.0
+    bound = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key)
+    assert set(bound.considered) == {"wasserstein_phi", "elbo_gap", "score"}
+    assert all(float(value) >= worst * (1 - 1e-6) for value in bound.considered.values())
+    assert bound.method == "wasserstein_phi" and "grid error" in bound.rests_on
+    assert not bound.rigorous and bound.confidence == 1.0
     free = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=key)
     assert free.method == "score" and free.rests_on.startswith("truth-free")
     assert not free.rigorous and free.confidence == pytest.approx(scipy.stats.norm.cdf(3))
@@ -441,11 +445,11 @@ def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     assert 0 < float(free.standard_error) < 0.1 * float(free.value)
 
 
-def test_exact_errors_on_a_grid(counts: Any):
+def test_grid_reference_gives_exact_errors(counts: Any):
     model, ys, chain, posterior = counts
-    found = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
+    error_bound = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
     expected = jnp.sum(chain.marginals().mean - posterior.mean, axis=0)
-    np.testing.assert_allclose(found.error, expected, atol=1e-9)
+    np.testing.assert_allclose(error_bound.error, expected, atol=1e-9)
     high = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 0), oscillation=1.0)
     exact = rd.error_bound(model, chain, ys, high, reference=posterior)
     laws = chain.marginals()
@@ -459,20 +463,16 @@ def test_exact_errors_on_a_grid(counts: Any):
         assert float(jnp.sum(bound.per_step)) == pytest.approx(float(bound.value))
 
 
-def test_without_memory_the_ranges_are_oscillations():
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(jnp.zeros((1, 1)), jnp.zeros(1), jnp.eye(1)),
-        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    )
+def test_grid_ranges_equal_oscillations_without_memory():
+    model = linear_model(weight=0.0)
     posterior = rd.grid_smoother(model, jnp.zeros((4, 1)), GRID)
     values = jnp.stack([k * jnp.tanh(GRID.points[:, 0]) for k in range(4)])
-    found = grid_bounds.ranges(posterior, values)
-    np.testing.assert_allclose(found, [0, 2, 4, 6], atol=1e-5)
+    ranges = grid_bounds.ranges(posterior, values)
+    np.testing.assert_allclose(ranges, [0, 2, 4, 6], atol=1e-5)
 
 
 @pytest.mark.slow
-def test_two_dimensions_on_a_grid():
+def test_error_bound_holds_on_a_two_dimensional_grid():
     rng = np.random.default_rng(5)
     model = random_model(rng, 2, 2)
     _, ys = model.simulate(jax.random.key(5), 3)
@@ -484,12 +484,12 @@ def test_two_dimensions_on_a_grid():
     posterior = rd.grid_smoother(model, ys, rd.Grid(low, high, 60))
     ones = lipschitz.Sensitivity(jnp.zeros(3), jnp.ones(3))
     between, _ = grid_bounds.marginal_distances(chain, posterior)
-    found = lipschitz.transport_terms(between, chain.kernels.weight, ones, WINDOW)
+    terms = lipschitz.transport_terms(between, chain.kernels.weight, ones, WINDOW)
     closed = wasserstein.phi(chain, wasserstein.exact_posterior(exact), ones, WINDOW)
     # Moving coordinates in turn costs at most √2 times what moving along a diagonal does, and W₂
     # is above W₁.
-    assert (np.asarray(found) <= 2 * np.asarray(closed)).all()
-    assert (np.asarray(found) >= 0.5 * np.asarray(closed)).all()
+    assert (np.asarray(terms) <= 2 * np.asarray(closed)).all()
+    assert (np.asarray(terms) >= 0.5 * np.asarray(closed)).all()
 
 
 def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
@@ -515,25 +515,12 @@ def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
 # What is a certificate and what is not
 
 
-def walk(**scales: float) -> rd.StateSpaceModel:
-    """An autoregression that is seen with noise, of one state."""
-    one = {"prior": 1.0, "transition": 1.0, "emission": 1.0, "weight": 0.9, "mean": 0.0} | scales
-    eye = jnp.eye(1)
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.full(1, one["mean"]), one["prior"] * eye),
-        transition=rd.LinearGaussianKernel(
-            one["weight"] * eye, jnp.full(1, 0.1 * one["mean"]), one["transition"] * eye
-        ),
-        emission=rd.LinearGaussianKernel(eye, jnp.zeros(1), one["emission"] * eye),
-    )
-
-
-def test_a_mean_over_paths_is_no_certificate():
-    model, share, far = walk(), 2e-5, 1e7
+def test_average_over_paths_is_not_rigorous():
+    model, share, far = linear_model(), 2e-5, 1e7
     _, ys = model.simulate(jax.random.key(0), 5)
     exact = rd.kalman_smoother(model, ys).chain
     wide = rd.Gaussian(jnp.full(1, far), jnp.eye(1))
-    found = rd.error_bound(
+    bound = rd.error_bound(
         model, rd.defensive_mixture(exact, wide, share), ys, rd.StateSum(), key=jax.random.key(0)
     )
     # E x_k = (1 − ε) (G_k E x_{k+1} + c_k) + ε w.
@@ -545,19 +532,15 @@ def test_a_mean_over_paths_is_no_certificate():
         total += mean
     error = abs(total - float(jnp.sum(exact.marginals().mean)))
     # None of the 1,000 paths met the far law: their mean is no bound, and must not be called one.
-    assert error > 1000 and float(found.value) < 1e-9
-    assert found.method == "score" and not found.rigorous
-    assert found.confidence == pytest.approx(scipy.stats.norm.cdf(3))
-    assert "not a certificate" in found.rests_on
+    assert error > 1000 and float(bound.value) < 1e-9
+    assert bound.method == "score" and not bound.rigorous
+    assert bound.confidence == pytest.approx(scipy.stats.norm.cdf(3))
+    assert "not a certificate" in bound.rests_on
 
 
-def test_a_box_that_misses_a_mode_is_no_certificate():
+def test_grid_that_misses_a_mode_is_not_rigorous():
     # The posterior is symmetric around zero, and the box and its surroundings hold half of it.
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), 3.0 * jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.1 * jnp.eye(1)),
-        emission=rd.NonlinearGaussianKernel(lambda x: x**2, rd.Diagonal(jnp.ones(1))),
-    )
+    model = nonlinear_emission_model(jnp.square, prior=3.0, weight=1.0, noise=0.1)
     ys = jnp.full((4, 1), 9.0)
     half = rd.grid_smoother(model, ys, rd.Grid([2.0], [4.0], 200))
     chain = rd.extended_smoother(
@@ -565,12 +548,12 @@ def test_a_box_that_misses_a_mode_is_no_certificate():
     ).chain
     error = abs(float(jnp.sum(chain.marginals().mean)))
     for functional in (rd.StateSum(), rd.bounds.AnyLipschitz()):
-        found = rd.error_bound(model, chain, ys, functional, reference=half)
-        assert float(found.value) < 1 < error
-        assert not found.rigorous and "beyond the box is not bounded" in found.rests_on
+        bound = rd.error_bound(model, chain, ys, functional, reference=half)
+        assert float(bound.value) < 1 < error
+        assert not bound.rigorous and "beyond the box is not bounded" in bound.rests_on
 
 
-def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.MonkeyPatch):
+def test_rigorous_bound_wins_over_smaller_estimate(monkeypatch: pytest.MonkeyPatch):
     values: dict[str, Any] = {
         "exact": ("grid", 2.0),
         "score": ("samples", 1e-9),
@@ -579,14 +562,14 @@ def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.Mon
     values |= {"wasserstein_phi": ("closed form", 5.0), "elbo_gap": ("closed form", 4.0)}
 
     def returned(names: list[str]) -> ErrorBound:
-        found = {
+        methods = {
             name: lambda problem, name=name: BoundValue(
                 jnp.asarray(values[name][1]), jnp.ones(N), "", values[name][0]
             )
             for name in names
         }
         module = importlib.import_module("retrodict.bounds.error_bound")
-        monkeypatch.setattr(module, "_METHODS", found)
+        monkeypatch.setattr(module, "_METHODS", methods)
         return instance.bound(rd.bounds.AnyLipschitz())
 
     instance = Instance(1, 1)
@@ -599,11 +582,11 @@ def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.Mon
 def test_an_emission_without_noise_at_one_row_has_no_closed_form():
     model = eqx.tree_at(
         lambda m: m.emission,
-        walk(),
+        linear_model(),
         rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None])),
     )
     ys, inputs = jnp.array([[1.0], [0.5], [-1.0]]), jnp.array([[1.0], [0.0], [1.0]])
-    chain = rd.kalman_smoother(walk(), ys).chain
+    chain = rd.kalman_smoother(linear_model(), ys).chain
     for functional in (rd.bounds.AnyLipschitz(), rd.bounds.AnyBounded()):
         with pytest.raises(ValueError, match="scale of the emission is singular"):
             rd.error_bound(model, chain, ys, functional, inputs=inputs)
@@ -658,22 +641,22 @@ def _arrays(kernels: Any) -> tuple:
 
 ADVERSE = {
     "plain": {},
-    "slow states": {"transition": 1e-10},
-    "sharp sensor": {"emission": 1e-10},
-    "blunt sensor": {"emission": 1e8},
-    "far from zero": {"mean": 1e8},
+    "slow states": {"noise": 1e-10},
+    "sharp sensor": {"error": 1e-10},
+    "blunt sensor": {"error": 1e8},
+    "far from zero": {"mean": 1e8, "bias": 1e7},
     "unstable": {"weight": 3.0},
     "no memory": {"weight": 0.0},
     "diffuse": {"prior": 1e8},
-    "tiny units": {"transition": 1e-12, "emission": 1e-12, "prior": 1e-12},
-    "huge units": {"transition": 1e90, "emission": 1e90, "prior": 1e90},
+    "tiny units": {"noise": 1e-12, "error": 1e-12, "prior": 1e-12},
+    "huge units": {"noise": 1e90, "error": 1e90, "prior": 1e90},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADVERSE)
-def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
-    model = walk(**ADVERSE[name])
+def test_rigorous_bounds_exceed_error_in_rational_arithmetic(name: str):
+    model = linear_model(**ADVERSE[name])
     _, ys = model.simulate(jax.random.key(1), 5)
     mean, variance = moments_of_walk(model, ys)
     rng = np.random.default_rng(3)
@@ -696,9 +679,9 @@ def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
             (rd.SecondMoments(), second, size * rounding),
             (rd.bounds.AnyLipschitz(), worst, rounding),
         ):
-            found = rd.error_bound(model, chain, ys, functional)
-            assert found.rigorous
-            values = [float(value) for value in found.considered.values()]
+            bound = rd.error_bound(model, chain, ys, functional)
+            assert bound.rigorous
+            values = [float(value) for value in bound.considered.values()]
             assert min(values) >= error * (1 - 1e-12) - slack
 
 
@@ -706,21 +689,19 @@ def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
 
 
 @pytest.mark.slow
-def test_without_anything_rigorous_it_is_an_estimate_and_says_so():
+def test_bound_without_rigorous_method_is_labelled_an_estimate():
     emission = rd.NonlinearGaussianKernel(jnp.cos, rd.Diagonal(0.3 * jnp.ones(1)))
     model = nonlinear_model(emission)
     _, ys = model.simulate(jax.random.key(3), N)
-    chain = rd.kalman_smoother(
-        nonlinear_model(rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))), ys
-    ).chain
+    chain = rd.kalman_smoother(nonlinear_model(linear_kernel()), ys).chain
     key = jax.random.key(0)
-    found = rd.error_bound(model, chain, ys, rd.StateSum(), key=key, num_samples=500)
-    assert found.method == "estimate" and not found.rigorous
-    assert "not a bound" in found.rests_on
+    bound = rd.error_bound(model, chain, ys, rd.StateSum(), key=key, num_samples=500)
+    assert bound.method == "estimate" and not bound.rigorous
+    assert "not a bound" in bound.rests_on
     posterior = rd.grid_smoother(model, ys, GRID)
     error = float(jnp.sum(chain.marginals().mean - posterior.mean))
     # One draw, three standard errors: a false alarm in 400 keys, and the key is fixed.
-    assert float(found.error[0]) == pytest.approx(error, abs=3 * float(found.standard_error))
+    assert float(bound.error[0]) == pytest.approx(error, abs=3 * float(bound.standard_error))
     worst = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=key, num_samples=500)
     sharp = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior)
     assert worst.confidence is None and sharp.confidence == 1.0
@@ -748,7 +729,7 @@ def test_a_degenerate_particle_smoother_gives_no_estimate():
             rd.error_bound(model, chain, ys, functional, reference=degenerate, key=key)
 
 
-def test_more_curvature_than_there_is_is_found_out(counts: Any):
+def test_overdeclared_curvature_is_refused(counts: Any):
     _, ys, chain, _ = counts
     wrong = rd.DistributionKernel(
         lambda x: nd.Poisson(jnp.exp(x)), curvature=lambda y: 5.0 * jnp.ones((1, 1))
@@ -771,7 +752,7 @@ def test_more_curvature_than_there_is_is_found_out(counts: Any):
         ({"chain": Instance}, "expects a backward chain"),
     ],
 )
-def test_bad_input_is_refused(untyped: None, change: dict, message: str):
+def test_error_bound_refuses_bad_arguments(untyped: None, change: dict, message: str):
     instance = Instance(1, 1)
     arguments = {
         "model": instance.model,
@@ -783,7 +764,7 @@ def test_bad_input_is_refused(untyped: None, change: dict, message: str):
         rd.error_bound(**(arguments | change))
 
 
-def test_constants_of_functionals_are_checked(untyped: None):
+def test_functional_constants_are_validated(untyped: None):
     with pytest.raises(ValueError, match="lipschitz must be a finite nonnegative number"):
         rd.StateFunctional(lambda x, data: x, lipschitz=-1.0)
     with pytest.raises(ValueError, match="as a pair of constants"):
@@ -796,7 +777,7 @@ def test_constants_of_functionals_are_checked(untyped: None):
 
 
 @pytest.mark.parametrize("d", [1, pytest.param(7, marks=pytest.mark.slow)])
-def test_curvature_that_is_not_positive_is_declined(d: int):
+def test_indefinite_curvature_is_refused(d: int):
     """Seven states are eliminated by LAPACK, whose Cholesky factor of such a matrix is NaN."""
     # A truthful declaration: −∂² log g is at least −4(|y| + 1)/0.09 for y = cos 2x + noise.
     emission = rd.NonlinearGaussianKernel(
@@ -804,12 +785,9 @@ def test_curvature_that_is_not_positive_is_declined(d: int):
         rd.Diagonal(0.3 * jnp.ones(d)),
         curvature=lambda y: jnp.diag(-4 * (jnp.abs(y) + 1) / 0.09),
     )
-    eye, zeros = jnp.eye(d), jnp.zeros(d)
-    move = rd.LinearGaussianKernel(0.9 * eye, zeros, 0.5 * eye)
-    model = rd.StateSpaceModel(rd.Gaussian(zeros, eye), move, emission)
+    model = linear_transition_model(emission, d, noise=0.5)
     _, ys = model.simulate(jax.random.key(0), N)
-    straight = rd.LinearGaussianKernel(eye, zeros, eye)
-    chain = rd.kalman_smoother(rd.StateSpaceModel(model.prior, move, straight), ys).chain
+    chain = rd.kalman_smoother(linear_model(d, noise=0.5), ys).chain
     with pytest.raises(ValueError, match="not positive definite"):
         rd.error_bound(
             model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0), method="score"
@@ -817,7 +795,7 @@ def test_curvature_that_is_not_positive_is_declined(d: int):
 
 
 @pytest.mark.parametrize("method", ["score", "elbo_gap"])
-def test_laws_without_a_density_have_no_score_and_no_gap(method: Any):
+def test_methods_that_need_densities_are_skipped_for_singular_laws(method: Any):
     instance = Instance(19, 1)
     chain = instance.exact
     point = rd.LinearGaussianChain.from_arrays(
@@ -840,49 +818,48 @@ def test_laws_without_a_density_have_no_score_and_no_gap(method: Any):
 
 @pytest.mark.slow
 def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
-    def walk(scale: float) -> rd.StateSpaceModel:
-        return rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-            rd.VaryingLinearGaussianKernel(
+    def random_walk(scale: float) -> rd.StateSpaceModel:
+        return replace(
+            linear_model(),
+            transition=rd.VaryingLinearGaussianKernel(
                 lambda u: (jnp.eye(1), jnp.zeros(1), scale * jnp.sqrt(u)[:, None])
             ),
-            rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         )
 
     inputs = jnp.array([1.0, 1.0, 0.0, 1.0, 0.5])[:, None]
-    _, ys = walk(1.0).simulate(jax.random.key(0), 5, inputs=inputs)
-    chain = rd.kalman_smoother(walk(0.8), ys, inputs=inputs).chain
-    found = rd.error_bound(
-        walk(1.0), chain, ys, rd.bounds.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
+    _, ys = random_walk(1.0).simulate(jax.random.key(0), 5, inputs=inputs)
+    chain = rd.kalman_smoother(random_walk(0.8), ys, inputs=inputs).chain
+    bound = rd.error_bound(
+        random_walk(1.0), chain, ys, rd.bounds.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
     )
-    assert "elbo_gap" not in found.considered and "score" not in found.considered
-    signed = rd.error_bound(walk(1.0), chain, ys, rd.StateSum(), inputs=inputs)
-    assert 0 < float(signed.value) <= float(found.value)
+    assert "elbo_gap" not in bound.considered and "score" not in bound.considered
+    signed = rd.error_bound(random_walk(1.0), chain, ys, rd.StateSum(), inputs=inputs)
+    assert 0 < float(signed.value) <= float(bound.value)
 
 
 @pytest.mark.slow
-def test_the_gap_of_a_close_chain_is_not_rounding(x32: None):
+def test_elbo_gap_of_close_chain_exceeds_rounding(x32: None):
     model = random_model(np.random.default_rng(0), 1, 1)
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), model)
     _, ys = model.simulate(jax.random.key(0), 200)
     near = jax.tree.map(lambda leaf: leaf * 1.0003, model)
     chain = rd.kalman_smoother(near, ys).chain
     worst = rd.error_bound(model, chain, ys, rd.StateSum())
-    found = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), method="elbo_gap")
-    assert float(found.value) >= float(worst.value) > 0
+    bound = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), method="elbo_gap")
+    assert float(bound.value) >= float(worst.value) > 0
 
 
 @pytest.mark.slow
-def test_the_gap_is_the_evidence_minus_the_elbo():
+def test_elbo_gap_equals_log_evidence_minus_elbo():
     for d in (1, 2):
         instance = Instance(21, d)
         gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
         reference = wasserstein.exact_posterior(instance.exact)
-        found = wasserstein.divergence(instance.chain, reference)
-        assert float(found) == pytest.approx(float(gap), rel=1e-8)
+        divergence = wasserstein.divergence(instance.chain, reference)
+        assert float(divergence) == pytest.approx(float(gap), rel=1e-8)
 
 
-def test_signs_of_scales_do_not_matter():
+def test_bound_ignores_signs_of_scale_columns():
     instance = Instance(23, 1)
     chain = instance.chain
     flipped = rd.LinearGaussianChain.from_arrays(
@@ -892,17 +869,13 @@ def test_signs_of_scales_do_not_matter():
         chain.kernels.bias,
         -chain.kernels.scale_tril,
     )
-    found = rd.error_bound(instance.model, flipped, instance.ys, rd.bounds.AnyBounded())
-    assert float(found.value) == pytest.approx(float(instance.bound(rd.bounds.AnyBounded()).value))
+    bound = rd.error_bound(instance.model, flipped, instance.ys, rd.bounds.AnyBounded())
+    assert float(bound.value) == pytest.approx(float(instance.bound(rd.bounds.AnyBounded()).value))
 
 
 @pytest.mark.slow
-def test_mass_beyond_the_box_is_not_forgotten():
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(jnp.zeros((1, 1)), jnp.zeros(1), jnp.eye(1)),
-        emission=rd.NonlinearGaussianKernel(lambda x: x, rd.Diagonal(jnp.ones(1))),
-    )
+def test_mass_outside_the_grid_enters_the_bound():
+    model = nonlinear_emission_model(lambda x: x, weight=0.0)
     ys = jnp.zeros((4, 1))
     posterior = rd.grid_smoother(model, ys, rd.Grid([-7.0], [7.0], 200))
     far = rd.LinearGaussianChain.from_arrays(
@@ -913,32 +886,25 @@ def test_mass_beyond_the_box_is_not_forgotten():
         jnp.ones((3, 1, 1)),
     )
     beyond = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 9), oscillation=1.0)
-    found = rd.error_bound(model, far, ys, beyond, reference=posterior, key=jax.random.key(0))
-    assert set(found.considered) == {"pinsker"} and float(found.value) > 3.9
+    bound = rd.error_bound(model, far, ys, beyond, reference=posterior, key=jax.random.key(0))
+    assert set(bound.considered) == {"pinsker"} and float(bound.value) > 3.9
 
 
 @pytest.mark.slow
-def test_jumps_within_a_cell_are_added():
+def test_indicator_jumps_within_grid_cells_enter_the_bound():
     instance = Instance(25, 1)
-    model = rd.StateSpaceModel(
-        instance.model.prior,
-        instance.model.transition,
-        # The same law, but not known to be linear.
-        rd.NonlinearGaussianKernel(
-            lambda x: instance.model.emission.law(x).mean, instance.model.emission.scale_tril
-        ),
-    )
+    model = replace(instance.model, emission=hide_linearity(instance.model).emission)
     posterior = rd.grid_smoother(model, instance.ys, rd.Grid([-9.0], [9.0], 121))
     for level in (-0.31, 0.02, 0.44):
         above = rd.StateFunctional(lambda x, data, level=level: 1.0 * (x[0] > level))
-        found = rd.error_bound(
+        bound = rd.error_bound(
             model, instance.chain, instance.ys, above, reference=posterior, method="exact"
         )
         truth = sum(
             sign * scipy.stats.norm.sf((level - laws.mean) / laws.std).sum()
             for sign, laws in ((1, instance.chain.marginals()), (-1, instance.exact.marginals()))
         )
-        assert abs(truth) <= float(found.value) * (1 + 1e-6), level
+        assert abs(truth) <= float(bound.value) * (1 + 1e-6), level
 
 
 def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
@@ -953,9 +919,9 @@ def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
 # The paper's own quantities
 
 
-def test_h1_is_the_corrected_formula():
+def test_h1_constants_equal_corrected_formula():
     instance = Instance(13, 2)
-    found = np.asarray(rd.bounds.h1_constants(instance.model, instance.chain, instance.ys))
+    constants = np.asarray(rd.bounds.h1_constants(instance.model, instance.chain, instance.ys))
     model, chain, d = instance.model, instance.chain, 2
     a, h = np.asarray(model.transition.weight), np.asarray(model.emission.weight)
     noise = np.asarray(model.transition.scale_tril @ model.transition.scale_tril.T)
@@ -982,13 +948,13 @@ def test_h1_is_the_corrected_formula():
         + np.trace(inverse @ ours)
         - 2 * d
     )
-    assert found[k] == pytest.approx(min(2.0, math.sqrt(squared)), rel=1e-8)
+    assert constants[k] == pytest.approx(min(2.0, math.sqrt(squared)), rel=1e-8)
     exact = np.asarray(rd.bounds.h1_constants(instance.model, instance.exact, instance.ys))
     assert (exact < 1e-6).all()
 
 
 @pytest.mark.slow
-def test_h1_on_a_grid_and_by_sampling(counts: Any):
+def test_h1_constants_agree_on_grid_and_by_sampling(counts: Any):
     model, ys, chain, _ = counts
     by_grid = np.asarray(rd.bounds.h1_constants(model, chain, ys, grid=GRID))
     by_paths = np.asarray(
@@ -1009,34 +975,34 @@ def test_h1_on_a_grid_and_by_sampling(counts: Any):
         rd.bounds.h1_constants(model, chain, ys)
 
 
-def test_h2_holds_on_the_domain(counts: Any):
+def test_h2_constants_bound_densities_on_the_domain(counts: Any):
     model, _, chain, _ = counts
     domain = rd.Grid([-1.0], [1.0], 41)
-    found = rd.bounds.h2_constants(model, chain, domain)
+    constants = rd.bounds.h2_constants(model, chain, domain)
 
     def density(x: float) -> float:
         return float(scipy.stats.norm.pdf(x, scale=0.5))
 
     # The transition's own extremes: at its mean, and from one end of the box to the other.
-    assert float(found.sigma_plus) >= density(0.0) * (1 - 1e-3)
-    assert 0 < float(found.sigma_minus) <= density(1.8)
-    ratio = float(found.sigma_minus / found.sigma_plus)
-    assert float(found.rho) == pytest.approx(1 - ratio)
-    assert float(found.rho_bar) == pytest.approx((1 - ratio) / (1 + ratio))
+    assert float(constants.sigma_plus) >= density(0.0) * (1 - 1e-3)
+    assert 0 < float(constants.sigma_minus) <= density(1.8)
+    ratio = float(constants.sigma_minus / constants.sigma_plus)
+    assert float(constants.rho) == pytest.approx(1 - ratio)
+    assert float(constants.rho_bar) == pytest.approx((1 - ratio) / (1 + ratio))
 
 
 # Checks of a posterior
 
 
 @pytest.mark.parametrize("shape", [0.3, 0.7, 1.2])
-def test_the_pareto_shape_is_found(shape: float):
+def test_pareto_shape_is_recovered(shape: float):
     draws = scipy.stats.genpareto(shape).rvs(20_000, random_state=1)
-    found = pareto_shape(np.log(1.0 + draws))
+    estimate = pareto_shape(np.log(1.0 + draws))
     # The tail of 425 draws has a standard error of about (1 + shape) / 20.
-    assert found == pytest.approx(shape, abs=3 * (1 + shape) / 20)
+    assert estimate == pytest.approx(shape, abs=3 * (1 + shape) / 20)
 
 
-def test_weights_that_span_everything_have_no_finite_shape():
+def test_weights_of_huge_range_have_large_pareto_shape():
     spread = 1000 * np.random.default_rng(0).normal(size=1000)
     assert pareto_shape(spread.astype(np.float32)) > 10
 
@@ -1045,55 +1011,44 @@ def test_weights_that_span_everything_have_no_finite_shape():
 def test_an_exact_posterior_passes_every_check():
     instance = Instance(17, 1)
     key = jax.random.key(0)
-    found = rd.check_posterior(key, instance.model, instance.exact, instance.ys)
-    assert found.kinds == found.messages == () and float(found.k_hat) == -math.inf
-    assert found.verdict == "passed" and found.reference == "grid"
-    assert abs(float(found.gap)) < 4 * float(found.log_evidence_standard_error)
+    check = rd.check_posterior(key, instance.model, instance.exact, instance.ys)
+    assert check.kinds == check.messages == () and float(check.k_hat) == -math.inf
+    assert check.verdict == "passed" and check.reference == "grid"
+    assert abs(float(check.gap)) < 4 * float(check.log_evidence_standard_error)
 
 
 @pytest.mark.slow
-def test_a_lost_mode_is_named():
-    emission = rd.NonlinearGaussianKernel(lambda x: x**2, rd.Diagonal(0.3 * jnp.ones(1)))
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(0.99 * jnp.eye(1), jnp.zeros(1), 0.1 * jnp.eye(1)),
-        emission=emission,
-    )
+def test_check_posterior_reports_lost_mode():
+    model = nonlinear_emission_model(jnp.square, 0.3, weight=0.99, noise=0.1)
     ys = jnp.full((N, 1), 1.5)
     # A chain that sits on the positive root alone.
-    one = rd.StateSpaceModel(
-        model.prior,
-        model.transition,
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.12 * jnp.eye(1)),
-    )
-    chain = rd.kalman_smoother(one, jnp.sqrt(ys)).chain
+    unimodal = replace(model, emission=linear_kernel(scale=0.12))
+    chain = rd.kalman_smoother(unimodal, jnp.sqrt(ys)).chain
     particles = rd.ffbsi(jax.random.key(1), model, ys, 500)
     grid = rd.grid_smoother(model, ys, rd.Grid([-6.0], [6.0], 400))
     for reference in (None, particles, grid):
-        found = rd.check_posterior(jax.random.key(0), model, chain, ys, reference=reference)
-        assert "mode loss" in found.kinds and len(found.kinds) == len(found.messages)
-        assert found.verdict == "failed" and 0.3 < float(jnp.max(found.missed)) < 0.7
+        check = rd.check_posterior(jax.random.key(0), model, chain, ys, reference=reference)
+        assert "mode loss" in check.kinds and len(check.kinds) == len(check.messages)
+        assert check.verdict == "failed" and 0.3 < float(jnp.max(check.missed)) < 0.7
 
 
 @pytest.mark.slow
-def test_a_check_whose_reference_degenerates_has_not_passed():
+def test_check_posterior_with_degenerate_reference_does_not_pass():
     instance = Instance(17, 1)
     few = rd.ffbsi(jax.random.key(0), instance.model, instance.ys, 5)
-    found = rd.check_posterior(
+    check = rd.check_posterior(
         jax.random.key(0), instance.model, instance.exact, instance.ys, reference=few
     )
-    assert found.verdict == "not checked" and "particles" in found.kinds
-    assert "not checked" in found.messages[0]
+    assert check.verdict == "not checked" and "particles" in check.kinds
+    assert "not checked" in check.messages[0]
 
 
 @pytest.mark.slow
-def test_a_chain_that_draws_what_the_model_excludes_has_a_loose_elbo():
-    step = rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))
-    prior, ys = rd.Gaussian(jnp.zeros(1), jnp.eye(1)), jnp.zeros((4, 1))
-    within = rd.DistributionKernel(lambda x: Within(x, 2.0))
-    model = rd.StateSpaceModel(prior, step, within)
-    chain = rd.kalman_smoother(rd.StateSpaceModel(prior, step, step), ys).chain
-    found = rd.check_posterior(jax.random.key(0), model, chain, ys)
+def test_chain_outside_model_support_has_loose_elbo():
+    ys = jnp.zeros((4, 1))
+    model = linear_transition_model(uniform_emission())
+    chain = rd.kalman_smoother(linear_model(design=0.9), ys).chain
+    check = rd.check_posterior(jax.random.key(0), model, chain, ys)
     # The weights could correct it, since it covers what the model allows.
-    assert found.kinds == ("loose ELBO",) and "minus infinity" in found.messages[0]
-    assert float(found.elbo) == -math.inf and float(found.k_hat) < 0.7
+    assert check.kinds == ("loose ELBO",) and "minus infinity" in check.messages[0]
+    assert float(check.elbo) == -math.inf and float(check.k_hat) < 0.7

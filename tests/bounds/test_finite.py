@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_models import linear_model
+from nonlinear_models import nonlinear_emission_model
 
 import retrodict as rd
 from retrodict.bounds import finite
@@ -37,11 +39,11 @@ def reverse(prior, transitions, likelihoods):
 
 def pairs(terminal, kernels):
     """Laws of neighbours [k, x, y] under a backward chain."""
-    law, found = terminal, []
+    law, marginals = terminal, []
     for kernel in kernels[::-1]:
-        found.append(law[None, :] * kernel.T)
-        law = found[-1].sum(axis=1)
-    return np.stack(found[::-1])
+        marginals.append(law[None, :] * kernel.T)
+        law = marginals[-1].sum(axis=1)
+    return np.stack(marginals[::-1])
 
 
 def approximation(rng, kind, model, scale):
@@ -124,8 +126,8 @@ def targeted_fields(rng, n, size):
 
 @jax.jit
 def evaluate(batch: dict[str, Any], measure: jax.Array) -> FiniteBounds:
-    def one(given: dict[str, Any]) -> FiniteBounds:
-        return finite_bounds(FiniteProblem.from_model(**given), measure=measure)
+    def one(arrays: dict[str, Any]) -> FiniteBounds:
+        return finite_bounds(FiniteProblem.from_model(**arrays), measure=measure)
 
     return jax.vmap(one)(batch)
 
@@ -138,12 +140,12 @@ def together(problems: list[dict[str, Any]], measure: Any = None) -> FiniteBound
 
 def one_by_one(problems: list[dict[str, Any]]) -> FiniteBounds:
     # Tests of this shape that need no batch share what is compiled.
-    found = [finite_bounds(FiniteProblem.from_model(**problem)) for problem in problems]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+    results = [finite_bounds(FiniteProblem.from_model(**problem)) for problem in problems]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, np.ndarray]:
+def random_bounds() -> dict[str, np.ndarray]:
     """Errors and bounds of 360 problems of two shapes."""
     results = []
     for rounds, shape, run in [(2, (2, 2), one_by_one), (10, (30, 7), together)]:
@@ -191,68 +193,68 @@ def small(request: pytest.FixtureRequest):
     rng = np.random.default_rng(n * size)
     model = random_model(rng, 1.0, n, size)
     laws, kernels = (normalise(rng.uniform(0.1, 1.0, s)) for s in [(n, size), (n - 1, size, size)])
-    given = fields(model, laws, kernels, rng.standard_normal((n - 1, size, size)))
-    problem = FiniteProblem.from_model(**given)
-    return given, problem, finite_bounds(problem)
+    arrays = fields(model, laws, kernels, rng.standard_normal((n - 1, size, size)))
+    problem = FiniteProblem.from_model(**arrays)
+    return arrays, problem, finite_bounds(problem)
 
 
-def posterior_weight(given, path):
-    value = given["prior"][path[0]] * given["likelihoods"][0, path[0]]
+def posterior_weight(arrays, path):
+    value = arrays["prior"][path[0]] * arrays["likelihoods"][0, path[0]]
     for k, (x, y) in enumerate(itertools.pairwise(path)):
-        value *= given["transitions"][k, x, y] * given["likelihoods"][k + 1, y]
+        value *= arrays["transitions"][k, x, y] * arrays["likelihoods"][k + 1, y]
     return value
 
 
-def chain_weight(given, path, last=None):
+def chain_weight(arrays, path, last=None):
     """The chain's probability of x_0, ..., x_m, with the terminal law or another one at m."""
-    value = (given["filters"][-1] if last is None else last)[path[-1]]
+    value = (arrays["filters"][-1] if last is None else last)[path[-1]]
     for k, (x, y) in enumerate(itertools.pairwise(path)):
-        value *= given["kernels"][k, y, x]
+        value *= arrays["kernels"][k, y, x]
     return value
 
 
-def total(given, path):
+def total(arrays, path):
     return sum(
-        h[x, y] for h, (x, y) in zip(given["functional"], itertools.pairwise(path), strict=True)
+        h[x, y] for h, (x, y) in zip(arrays["functional"], itertools.pairwise(path), strict=True)
     )
 
 
-def test_the_error_and_the_identity_agree_with_sums_over_paths(small):
-    given, problem, bounds = small
-    n, size = given["filters"].shape
-    paths, truth = path_law(lambda path: posterior_weight(given, path), n, size)
-    _, ours = path_law(lambda path: chain_weight(given, path), n, size)
-    h = np.array([total(given, path) for path in paths])
+def test_error_and_identity_equal_sums_over_paths(small):
+    arrays, problem, bounds = small
+    n, size = arrays["filters"].shape
+    paths, truth = path_law(lambda path: posterior_weight(arrays, path), n, size)
+    _, ours = path_law(lambda path: chain_weight(arrays, path), n, size)
+    h = np.array([total(arrays, path) for path in paths])
     np.testing.assert_allclose(bounds.error, (ours - truth) @ h, atol=1e-12)
     np.testing.assert_allclose(bounds.identity, (ours - truth) @ h, atol=1e-12)
     gap = np.sum(ours * np.log(ours / truth))
     np.testing.assert_allclose(bounds.quantities.evidence_gap, gap, rtol=1e-12)
     for k, term in enumerate(np.asarray(bounds.contributions.error)):
         difference = law_at(paths, ours - truth, size, k, k + 1)
-        np.testing.assert_allclose(term, np.sum(difference * given["functional"][k]), atol=1e-12)
-    np.testing.assert_array_equal(problem.terminal, given["filters"][-1])
+        np.testing.assert_allclose(term, np.sum(difference * arrays["functional"][k]), atol=1e-12)
+    np.testing.assert_array_equal(problem.terminal, arrays["filters"][-1])
 
 
-def test_each_term_of_the_identity_is_one_change_of_kernel(small):
+def test_identity_terms_change_one_kernel_each(small):
     # The m-th intermediate law: past by the chain's kernels, future by the posterior's, x_m between
     # from t_m. Written as one weight a path: no conditional law is formed.
-    given, _, bounds = small
-    n, size = given["filters"].shape
-    paths, truth = path_law(lambda path: posterior_weight(given, path), n, size)
-    h = np.array([total(given, path) for path in paths])
+    arrays, _, bounds = small
+    n, size = arrays["filters"].shape
+    paths, truth = path_law(lambda path: posterior_weight(arrays, path), n, size)
+    h = np.array([total(arrays, path) for path in paths])
 
     def future(path, m):
         steps = range(m, n - 1)
-        m_g = given["transitions"], given["likelihoods"]
+        m_g = arrays["transitions"], arrays["likelihoods"]
         return np.prod(
             [m_g[0][k, path[k], path[k + 1]] * m_g[1][k + 1, path[k + 1]] for k in steps]
         )
 
     before = truth @ h
     for m in range(n):
-        law = given["filters"][m]
+        law = arrays["filters"][m]
         _, between = path_law(
-            lambda path, m=m, law=law: chain_weight(given, path[: m + 1], law) * future(path, m),
+            lambda path, m=m, law=law: chain_weight(arrays, path[: m + 1], law) * future(path, m),
             n,
             size,
         )
@@ -261,26 +263,26 @@ def test_each_term_of_the_identity_is_one_change_of_kernel(small):
         before = after
 
 
-def test_the_constants_of_h1_are_suprema_over_sets(small):
-    given, _, bounds = small
+def test_h1_constants_equal_suprema_over_sets(small):
+    arrays, _, bounds = small
     h1 = np.asarray(bounds.quantities.h1)
-    first = normalise(given["prior"] * given["likelihoods"][0])
-    np.testing.assert_allclose(h1[0], 2 * farthest_set(given["filters"][0], first), atol=1e-12)
+    first = normalise(arrays["prior"] * arrays["likelihoods"][0])
+    np.testing.assert_allclose(h1[0], 2 * farthest_set(arrays["filters"][0], first), atol=1e-12)
     for m in range(1, len(h1)):
-        ours = given["filters"][m][None, :] * given["kernels"][m - 1].T
-        moved = given["transitions"][m - 1] * given["likelihoods"][m][None, :]
-        moved = given["filters"][m - 1][:, None] * moved
+        ours = arrays["filters"][m][None, :] * arrays["kernels"][m - 1].T
+        moved = arrays["transitions"][m - 1] * arrays["likelihoods"][m][None, :]
+        moved = arrays["filters"][m - 1][:, None] * moved
         np.testing.assert_allclose(h1[m], 2 * farthest_set(ours, moved / moved.sum()), atol=1e-12)
 
 
-def test_coefficients_of_kernels_are_suprema_over_sets_and_cross_ratios(small):
-    given, _, bounds = small
-    size = given["filters"].shape[1]
-    for k, kernel in enumerate(given["kernels"]):
+def test_kernel_coefficients_equal_suprema_and_cross_ratios(small):
+    arrays, _, bounds = small
+    size = arrays["filters"].shape[1]
+    for k, kernel in enumerate(arrays["kernels"]):
         rows = itertools.product(kernel, repeat=2)
         delta = max(farthest_set(p, q) for p, q in rows)
         np.testing.assert_allclose(bounds.quantities.kernel_dobrushin[k], delta, atol=1e-12)
-    for k, m in enumerate(given["transitions"]):
+    for k, m in enumerate(arrays["transitions"]):
         cross = max(
             m[a, c] * m[b, d] / (m[b, c] * m[a, d])
             for a, b, c, d in itertools.product(range(size), repeat=4)
@@ -293,14 +295,14 @@ def test_coefficients_of_kernels_are_suprema_over_sets_and_cross_ratios(small):
     assert np.all(bounds.quantities.tilted <= bounds.quantities.tilted_bound + 1e-12)
 
 
-def test_theorem_2_and_the_printed_proposition_are_their_double_sums(small):
-    given, problem, bounds = small
-    h1, h = np.asarray(bounds.quantities.h1), given["functional"]
+def test_theorem_2_and_printed_proposition_equal_double_sums(small):
+    arrays, problem, bounds = small
+    h1, h = np.asarray(bounds.quantities.h1), arrays["functional"]
     low, high = (float(sigma) for sigma in finite.mixing_constants(problem))
-    assert low == pytest.approx(given["kernels"].min())
-    ells = given["transitions"] * given["likelihoods"][1:, None, :]
+    assert low == pytest.approx(arrays["kernels"].min())
+    ells = arrays["transitions"] * arrays["likelihoods"][1:, None, :]
     ratio = max(ell.max() / ell.min() for ell in ells)
-    ratio = max(ratio, given["kernels"].max() / given["kernels"].min())
+    ratio = max(ratio, arrays["kernels"].max() / arrays["kernels"].min())
     assert high / low == pytest.approx(ratio)
 
     def double_sum(rho):
@@ -331,23 +333,25 @@ def test_theorem_2_and_the_printed_proposition_are_their_double_sums(small):
 
 
 @pytest.mark.parametrize("name", finite.RIGOROUS)
-def test_no_rigorous_bound_is_violated(name: str, found: dict[str, np.ndarray]):
-    assert not np.any(violated(found[name], found["error"]))
+def test_rigorous_finite_bounds_hold(name: str, random_bounds: dict[str, np.ndarray]):
+    assert not np.any(violated(random_bounds[name], random_bounds["error"]))
 
 
-def test_the_problems_are_worth_trying(found: dict[str, np.ndarray]):
-    assert len(found["error"]) == 360
-    assert np.mean(np.abs(found["error"]) > 1e-9) > 0.9
+def test_random_problems_have_errors_and_sharp_bounds(random_bounds: dict[str, np.ndarray]):
+    assert len(random_bounds["error"]) == 360
+    assert np.mean(np.abs(random_bounds["error"]) > 1e-9) > 0.9
     # Sharp enough that a factor of 2 lost somewhere would be seen.
     for name in ("s1", "s2", "s2_phi", "s2_q", "elbo_gap"):
-        assert np.min(found[name] / np.maximum(np.abs(found["error"]), 1e-9)) < 1.2
+        assert np.min(random_bounds[name] / np.maximum(np.abs(random_bounds["error"]), 1e-9)) < 1.2
 
 
-def test_the_identity_holds(found: dict[str, np.ndarray]):
-    np.testing.assert_allclose(found["identity"], found["error"], rtol=0, atol=1e-10)
+def test_error_identity_holds_to_rounding(random_bounds: dict[str, np.ndarray]):
+    np.testing.assert_allclose(
+        random_bounds["identity"], random_bounds["error"], rtol=0, atol=1e-10
+    )
 
 
-def test_sharper_bounds_are_smaller(found: dict[str, np.ndarray]):
+def test_sharper_bounds_are_smaller(random_bounds: dict[str, np.ndarray]):
     for sharp, loose in [
         ("s1", "s2"),
         ("s2", "s3"),
@@ -356,10 +360,10 @@ def test_sharper_bounds_are_smaller(found: dict[str, np.ndarray]):
         ("classical", "final_display"),
         ("elbo_gap", "elbo_gap_birkhoff"),
     ]:
-        assert not np.any(violated(found[loose], found[sharp])), (sharp, loose)
+        assert not np.any(violated(random_bounds[loose], random_bounds[sharp])), (sharp, loose)
 
 
-def test_the_printed_proposition_fails_in_most_strongly_mixing_cases():
+def test_printed_proposition_fails_for_most_strongly_mixing_problems():
     rng = np.random.default_rng(0)
     # As many as the `found` of this shape, which are compiled already.
     bounds = together([targeted_fields(rng, 30, 7) for _ in range(300)])
@@ -372,7 +376,7 @@ def test_the_printed_proposition_fails_in_most_strongly_mixing_cases():
 
 
 @pytest.mark.parametrize("filed", [0, 1])
-def test_the_counterexample(filed: int):
+def test_counterexample_violates_printed_proposition(filed: int):
     bounds = finite_bounds(finite.two_state_counterexample(filed=filed))
     np.testing.assert_allclose(bounds.error, 0.1, rtol=1e-12)
     np.testing.assert_allclose(bounds.printed_proposition, 16 * 0.05**2 / 0.9, rtol=1e-12)
@@ -390,7 +394,7 @@ def test_the_counterexample(filed: int):
 
 
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_wrong_start_is_forgotten(k: int):
+def test_error_of_wrong_initial_law_decays(k: int):
     # A symmetric chain that keeps its state with probability 0.7, and only the law of x_0 wrong:
     # S2 is exact, 0.4 · 0.4^(k+1), where the printed proposition does not fall with k at all.
     keep = np.array([[0.7, 0.3], [0.3, 0.7]])
@@ -403,7 +407,7 @@ def test_a_wrong_start_is_forgotten(k: int):
     np.testing.assert_allclose(bounds.s2, 0.4 ** (k + 2), rtol=1e-9)
 
 
-def test_lemma_3_is_attained():
+def test_lemma_3_is_sharp():
     m = jnp.array([[3.0, 1.0], [1.0, 3.0]])
     theta, ratio = finite.birkhoff(m)
     np.testing.assert_allclose(theta, (3 - 1) / (3 + 1), rtol=1e-12)
@@ -411,7 +415,7 @@ def test_lemma_3_is_attained():
     np.testing.assert_allclose(ratio, 3.0, rtol=1e-12)
 
 
-def test_lemma_2_is_attained_and_takes_infinite_ratios():
+def test_lemma_2_is_sharp_and_accepts_infinite_ratios():
     p, q = jnp.array([0.3, 0.7, 0.0]), jnp.array([0.0, 0.7, 0.3])
     beta = jnp.array([5.0, 1.0, 5.0])
     tilted = finite.total_variation(normalise(p * beta), normalise(q * beta))
@@ -426,21 +430,21 @@ def exact() -> dict[str, Any]:
     return fields(model, *reverse(*model), rng.standard_normal((5, 4, 4)))
 
 
-def test_an_exact_chain_has_no_error_and_bounds_that_say_so(exact: dict[str, Any]):
+def test_bounds_of_exact_chain_are_zero(exact: dict[str, Any]):
     bounds = together([exact])
     for name in ("error", *finite.RIGOROUS):
         np.testing.assert_allclose(getattr(bounds, name), 0.0, atol=1e-7, err_msg=name)
 
 
-def test_a_constant_functional_has_no_error(exact: dict[str, Any]):
+def test_constant_functional_has_zero_error_and_bounds(exact: dict[str, Any]):
     wrong = np.full((5, 4, 4), 0.25)
-    given = exact | {"kernels": wrong, "functional": np.ones((5, 4, 4))}
-    bounds = together([given])
+    arrays = exact | {"kernels": wrong, "functional": np.ones((5, 4, 4))}
+    bounds = together([arrays])
     for name in ("error", "identity", "s1", "s2", "s2_phi", "s2_q", "s3", "elbo_gap", "classical"):
         np.testing.assert_allclose(getattr(bounds, name), 0.0, atol=1e-12, err_msg=name)
 
 
-def test_zeros_in_the_transitions(exact: dict[str, Any]):
+def test_bounds_hold_with_zero_transition_probabilities(exact: dict[str, Any]):
     # A state that some states cannot reach: nothing is contracted for sure, and H2 fails.
     m = exact["transitions"].copy()
     m[:, 0, 1] = 0.0
@@ -449,8 +453,8 @@ def test_zeros_in_the_transitions(exact: dict[str, Any]):
     _, kernels = reverse(*model)
     support = normalise(kernels * np.exp(0.3 * rng.standard_normal(kernels.shape)))
     anywhere = normalise(np.exp(rng.standard_normal(kernels.shape)))
-    for given in (support, anywhere):
-        bounds = together([exact | {"transitions": model[1], "kernels": given}])
+    for arrays in (support, anywhere):
+        bounds = together([exact | {"transitions": model[1], "kernels": arrays}])
         np.testing.assert_allclose(bounds.identity, bounds.error, atol=1e-12)
         np.testing.assert_array_equal(bounds.quantities.birkhoff, 1.0)
         for name in finite.RIGOROUS:
@@ -459,10 +463,10 @@ def test_zeros_in_the_transitions(exact: dict[str, Any]):
             assert np.all(np.isposinf(getattr(bounds, name))), name
         assert np.all(np.isfinite(bounds.s3))
         # Paths that the model forbids have no finite divergence.
-        assert bool(jnp.isinf(bounds.elbo_gap[0])) == (given is anywhere)
+        assert bool(jnp.isinf(bounds.elbo_gap[0])) == (arrays is anywhere)
 
 
-def test_laws_that_the_future_excludes(exact: dict[str, Any]):
+def test_bounds_are_infinite_for_laws_excluded_by_later_data(exact: dict[str, Any]):
     # State 0 cannot be followed by the last observation, and q̃_4 sits there.
     g = exact["likelihoods"].copy()
     g[5, 1:] = 0.0
@@ -470,15 +474,15 @@ def test_laws_that_the_future_excludes(exact: dict[str, Any]):
     m[4, 0] = [0.0, 0.5, 0.5, 0.0]
     filters = exact["filters"].copy()
     filters[4] = [1.0, 0.0, 0.0, 0.0]
-    given = exact | {"likelihoods": g, "transitions": m, "filters": filters}
-    bounds = together([given])
+    arrays = exact | {"likelihoods": g, "transitions": m, "filters": filters}
+    bounds = together([arrays])
     np.testing.assert_allclose(bounds.identity, bounds.error, atol=1e-12)
     for name in finite.RIGOROUS:
         assert not np.any(violated(getattr(bounds, name), bounds.error)), name
     np.testing.assert_array_equal(bounds.quantities.tilted_bound[0, 4:], 1.0)
 
 
-def test_an_increment_of_one_state_gains_a_factor(exact: dict[str, Any]):
+def test_classical_bound_gains_mixing_factor_for_one_state_increment(exact: dict[str, Any]):
     # Only c_5 is nonzero: one defect, in the terminal law. Both h_2 have the same oscillation.
     filters = exact["filters"].copy()
     filters[-1] = [0.1, 0.2, 0.3, 0.4]
@@ -492,7 +496,7 @@ def test_an_increment_of_one_state_gains_a_factor(exact: dict[str, Any]):
             assert not np.any(violated(getattr(bounds, name), bounds.error)), name
 
 
-def test_the_measure_matters_up_to_its_scale_and_to_the_classical_bounds_alone(
+def test_reference_measure_affects_classical_bounds_up_to_scale(
     exact: dict[str, Any],
 ):
     measure = jnp.array([1.0, 2.0, 0.5, 1.0])
@@ -503,15 +507,15 @@ def test_the_measure_matters_up_to_its_scale_and_to_the_classical_bounds_alone(
     np.testing.assert_array_equal(ours.s3, base.s3)
 
 
-def test_single_precision_and_tiny_potentials(x32: None):
-    given = random_fields(np.random.default_rng(3), ("noisy", "state"), 300, 3)
-    laws, kernels = reverse(given["prior"], given["transitions"], given["likelihoods"])
+def test_finite_bounds_in_float32_survive_tiny_potentials(x32: None):
+    arrays = random_fields(np.random.default_rng(3), ("noisy", "state"), 300, 3)
+    laws, kernels = reverse(arrays["prior"], arrays["transitions"], arrays["likelihoods"])
     exact = pairs(laws[-1], kernels)
-    difference = pairs(given["filters"][-1], given["kernels"]) - exact
-    error = np.sum(difference * given["functional"])
-    given["likelihoods"] = given["likelihoods"] * 1e-20
-    given = {name: np.asarray(value, np.float32) for name, value in given.items()}
-    bounds = finite_bounds(FiniteProblem.from_model(**given))
+    difference = pairs(arrays["filters"][-1], arrays["kernels"]) - exact
+    error = np.sum(difference * arrays["functional"])
+    arrays["likelihoods"] = arrays["likelihoods"] * 1e-20
+    arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
+    bounds = finite_bounds(FiniteProblem.from_model(**arrays))
     np.testing.assert_allclose(bounds.error, error, atol=1e-3 * abs(error))
     np.testing.assert_allclose(bounds.identity, error, atol=1e-2 * abs(error))
     for name in finite.RIGOROUS:
@@ -536,15 +540,17 @@ def test_single_precision_and_tiny_potentials(x32: None):
         ("initial", lambda a: a[:2], r"initial must have shape \(S,\) = \(4,\)"),
     ],
 )
-def test_bad_problems_are_refused(exact: dict[str, Any], name: str, change: Any, message: str):
+def test_finite_problem_refuses_bad_arrays(
+    exact: dict[str, Any], name: str, change: Any, message: str
+):
     problem = FiniteProblem.from_model(**exact)
     names = ("initial", "potentials", "transitions", "kernels", "filters", "functional")
-    given = {field: np.asarray(getattr(problem, field)) for field in names}
+    arrays = {field: np.asarray(getattr(problem, field)) for field in names}
     with pytest.raises(ValueError, match=message):
-        FiniteProblem(**(given | {name: change(given[name])}))
+        FiniteProblem(**(arrays | {name: change(arrays[name])}))
 
 
-def test_bad_models_and_options_are_refused(exact: dict[str, Any]):
+def test_finite_problem_refuses_bad_models_and_options(exact: dict[str, Any]):
     with pytest.raises(ValueError, match=r"likelihoods shape \(n, S\), got \(4,\) and \(6, 3\)"):
         FiniteProblem.from_model(**(exact | {"likelihoods": exact["likelihoods"][:, :3]}))
     with pytest.raises(
@@ -566,11 +572,7 @@ def test_bad_models_and_options_are_refused(exact: dict[str, Any]):
 # From a grid.
 # ---------------------------------------------------------------------------------------------
 
-TANH = rd.StateSpaceModel(
-    prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.5 * jnp.ones(1))),
-)
+TANH = nonlinear_emission_model(jnp.tanh, 0.5, weight=0.5)
 PAIRS = rd.AdditiveFunctional(
     lambda before, x, weight: weight * before[0] * x[0] + x[0] ** 2,
     lambda x, weight: weight * x[0],
@@ -594,7 +596,7 @@ def on_box(smoothed: Any, width: float) -> tuple[rd.Grid, FiniteProblem, FiniteB
 
 
 @pytest.mark.slow
-def test_the_error_on_a_grid_is_that_of_the_grid_smoother(smoothed: Any):
+def test_finite_error_on_grid_equals_grid_smoother_error(smoothed: Any):
     # The box holds all mass, and for smooth densities the trapezoidal rule is exact to rounding: so
     # is the expectation in closed form under the chain, on the whole line, less the smoother's.
     ys, chain = smoothed
@@ -613,7 +615,7 @@ def test_the_error_on_a_grid_is_that_of_the_grid_smoother(smoothed: Any):
 
 
 @pytest.mark.slow
-def test_a_compact_domain_mixes(smoothed: Any):
+def test_compact_domain_has_finite_mixing_bounds(smoothed: Any):
     # A box of two standard deviations: far from the line, but H2 holds there.
     ys, chain = smoothed
     grid, problem, bounds = on_box(smoothed, 2.0)
@@ -631,13 +633,9 @@ def test_a_compact_domain_mixes(smoothed: Any):
 
 
 @pytest.mark.slow
-def test_tables_in_two_dimensions_with_inputs_and_missing_entries():
+def test_two_dimensional_grid_handles_inputs_and_missing_entries():
     eye = jnp.eye(2)
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.ones(2), eye),
-        transition=rd.LinearGaussianKernel(0.5 * eye, jnp.zeros(2), eye, input_weight=eye[:, :1]),
-        emission=rd.LinearGaussianKernel(eye, jnp.zeros(2), 0.5 * eye),
-    )
+    model = linear_model(2, mean=1.0, weight=0.5, error=0.5, input_weight=eye[:, :1])
     inputs, ys = jnp.array([[0.0], [1.0], [-2.0]]), jnp.array([[1.0, 2], [jnp.nan, 0], [-1, 1]])
     gains = jnp.stack([0.3 * eye, 0.2 * eye])
     chain = rd.LinearGaussianChain.from_arrays(
@@ -651,16 +649,16 @@ def test_tables_in_two_dimensions_with_inputs_and_missing_entries():
         return np.exp(-0.5 * np.sum((points - mean) ** 2, axis=1) / std**2)
 
     x, y = points[7], points[30]
-    for found, density in [
+    for table, density in [
         (normalise(problem.initial), bell(1.0, 1.0) * bell(np.asarray(ys[0]), 0.5)),
         (problem.transitions[1, 7], bell(0.5 * x + np.array([-2.0, 0.0]), 1.0)),
         (problem.kernels[1, 7], bell(0.2 * x + np.array([0.0, 1.0]), 0.4)),
         (problem.terminal, bell(0.0, 1.0)),
     ]:
-        np.testing.assert_allclose(found, normalise(density * quadrature), rtol=1e-10)
-    seen = np.exp(-2.0 * points[:, 1] ** 2)
-    found = problem.potentials[0, 7] / problem.transitions[0, 7]
-    np.testing.assert_allclose(found, seen / seen.max(), rtol=1e-10)
+        np.testing.assert_allclose(table, normalise(density * quadrature), rtol=1e-10)
+    likelihood = np.exp(-2.0 * points[:, 1] ** 2)
+    table = problem.potentials[0, 7] / problem.transitions[0, 7]
+    np.testing.assert_allclose(table, likelihood / likelihood.max(), rtol=1e-10)
 
     def log_normal(value: Any, mean: Any, std: float) -> float:
         scaled = (np.asarray(value) - np.asarray(mean)) / std
@@ -686,16 +684,16 @@ def test_tables_in_two_dimensions_with_inputs_and_missing_entries():
         ({"data": WEIGHTS[:4]}, ValueError, r"6 rows, got an array of shape \(4,\)"),
     ],
 )
-def test_what_does_not_fit_a_grid_is_refused(
+def test_from_grid_refuses_bad_arguments(
     smoothed: Any, change: dict[str, Any], error: type[Exception], message: str
 ):
-    given = {"chain": smoothed[1], "ys": smoothed[0], "grid": rd.Grid([-9.0], [9.0], 40)}
-    given |= {"functional": PAIRS, "data": WEIGHTS}
+    arrays = {"chain": smoothed[1], "ys": smoothed[0], "grid": rd.Grid([-9.0], [9.0], 40)}
+    arrays |= {"functional": PAIRS, "data": WEIGHTS}
     with pytest.raises(error, match=message):
-        FiniteProblem.from_grid(TANH, **(given | change))
+        FiniteProblem.from_grid(TANH, **(arrays | change))
 
 
-def test_long_series_and_padding_are_refused_on_a_grid():
+def test_from_grid_refuses_long_series_and_padding():
     n, grid = 600, rd.Grid([-9.0], [9.0], 600)
     ones = jnp.ones((n, 1, 1))
     chain = rd.LinearGaussianChain.from_arrays(ones[:, 0], ones, ones[1:], ones[1:, 0], ones[1:])

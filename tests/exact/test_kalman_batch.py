@@ -33,7 +33,7 @@ def cases():
 
 
 @pytest.mark.parametrize("name", cases())
-def test_each_posterior_is_that_of_its_series(name):
+def test_batch_posteriors_equal_single_series(name):
     options, shared = cases()[name]
     model, ys, _ = problem()
     batch = rd.kalman_smoother_batch(model, ys, **options)
@@ -41,8 +41,8 @@ def test_each_posterior_is_that_of_its_series(name):
     assert len(batch) == COUNT
     marginals = batch.marginals()
     for i in range(COUNT):
-        own = {key: value[i] if np.ndim(value) else value for key, value in options.items()}
-        single = rd.kalman_smoother(model, ys[i], **own)
+        of_series = {key: value[i] if np.ndim(value) else value for key, value in options.items()}
+        single = rd.kalman_smoother(model, ys[i], **of_series)
         expected = single.chain.marginals()
         np.testing.assert_allclose(marginals.mean[i], expected.mean, atol=1e-12)
         np.testing.assert_allclose(marginals.covariance[i], expected.covariance, atol=1e-12)
@@ -51,7 +51,7 @@ def test_each_posterior_is_that_of_its_series(name):
         assert batch[i].chain.log_prob(path) == pytest.approx(float(single.chain.log_prob(path)))
 
 
-def test_missing_values_are_found_as_nan():
+def test_nan_marks_missing_values_in_batches():
     model, ys, _ = problem()
     ys[:, 4:7] = np.nan
     batch = rd.kalman_smoother_batch(model, ys)
@@ -80,7 +80,7 @@ def test_inputs_of_each_series_move_means_alone():
     assert rd.kalman_smoother_batch(varying, ys, inputs=inputs[0]).shared
 
 
-def test_derivatives_are_those_of_the_single_series():
+def test_batch_derivatives_equal_single_series():
     model, ys, _ = problem()
 
     def total(weight, smoother):
@@ -97,7 +97,7 @@ def test_derivatives_are_those_of_the_single_series():
     np.testing.assert_allclose(batch, single, atol=1e-10)
 
 
-def test_paths_and_functions_of_each_chain():
+def test_batch_samples_and_maps_each_chain():
     model, ys, _ = problem()
     batch = rd.kalman_smoother_batch(model, ys)
     paths = batch.sample(jax.random.key(0), 400)
@@ -108,14 +108,14 @@ def test_paths_and_functions_of_each_chain():
     assert densities[1] == pytest.approx(float(batch[1].chain.log_prob(paths[1, 0])))
 
 
-def test_the_covariances_of_a_shared_batch_have_no_batch_axis():
+def test_shared_covariances_have_no_batch_axis():
     model, ys, _ = problem()
     chain = rd.kalman_smoother_batch(model, ys).chain
     assert chain.laws.mean.shape == (COUNT, ROWS, 2)
     assert chain.laws.scale_tril.shape == (ROWS, 2, 2)
 
 
-def test_mistakes_are_refused():
+def test_kalman_smoother_batch_refuses_bad_arguments():
     model, ys, _ = problem()
     with pytest.raises(ValueError, match="columns"):
         rd.kalman_smoother_batch(model, ys[:, :, :1])
@@ -128,7 +128,7 @@ def test_mistakes_are_refused():
         rd.kalman_smoother_batch(nonlinear, ys)
 
 
-def test_observations_may_be_traced():
+def test_kalman_smoother_batch_accepts_traced_observations():
     model, ys, _ = problem()
     evidence = jax.jit(lambda ys: rd.kalman_smoother_batch(model, ys).log_evidence)(jnp.asarray(ys))
     np.testing.assert_allclose(evidence, rd.kalman_smoother_batch(model, ys).log_evidence)

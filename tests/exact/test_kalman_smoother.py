@@ -9,7 +9,13 @@ import joint_gaussian
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from linear_models import random_mask, random_model, singular_models
+from linear_models import (
+    linear_model,
+    linear_transition_model,
+    random_mask,
+    random_model,
+    singular_models,
+)
 
 import retrodict as rd
 
@@ -23,7 +29,7 @@ import retrodict as rd
         pytest.param(8, 3, True, marks=pytest.mark.slow),
     ],
 )
-def test_semidefinite_noise_and_prior(state, obs, parallel):
+def test_semidefinite_noise_and_prior_equal_joint_gaussian(state, obs, parallel):
     rng = np.random.default_rng(3)
     model = random_model(rng, state, obs, singular=True)
     known = jnp.zeros((state, state)).at[-1, -1].set(1.0)
@@ -34,32 +40,29 @@ def test_semidefinite_noise_and_prior(state, obs, parallel):
 
 def check_against_joint_gaussian(model, ys, *, parallel, atol):
     exact = rd.kalman_smoother(model, ys, parallel=parallel)
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, len(ys), None), np.asarray(ys), np.ones(ys.shape, bool)
-    )
+    oracle = joint_gaussian.posterior(model, ys)
     marginals = exact.chain.marginals(parallel=parallel)
     np.testing.assert_allclose(marginals.mean, oracle.mean, atol=atol)
-    for k in range(len(ys)):
-        np.testing.assert_allclose(marginals.covariance[k], oracle.block(k, k), atol=atol)
+    np.testing.assert_allclose(marginals.covariance, oracle.marginal_covariances(), atol=atol)
     assert exact.log_evidence == pytest.approx(oracle.log_evidence, abs=1e-9)
 
 
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", singular_models())
-def test_states_on_a_line_or_plane_off_the_axes(name, parallel):
+def test_singular_models_equal_joint_gaussian(name, parallel):
     model = singular_models()[name]
     _, ys = model.simulate(jax.random.key(0), 40)
     check_against_joint_gaussian(model, ys, parallel=parallel, atol=1e-8)
 
 
-def test_sampled_shares_sum_to_one():
+def test_sampled_shares_of_a_singular_model_sum_to_one():
     model = singular_models()["shares"]
     _, ys = model.simulate(jax.random.key(0), 40)
     paths = rd.kalman_smoother(model, ys).chain.sample(jax.random.key(1), 20)
     np.testing.assert_allclose(jnp.sum(paths, axis=-1), 1.0, atol=1e-10)
 
 
-def test_parallel_with_more_states_than_are_unrolled():
+def test_parallel_smoother_with_many_states_equals_joint_gaussian():
     # More rows than one block of the scan, whose neutral element has a covariance of zero.
     model = random_model(np.random.default_rng(0), 8, 2)
     _, ys = model.simulate(jax.random.key(0), 20)
@@ -82,7 +85,7 @@ def log_evidence_of_one_vector(theta, ys):
 
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_second_derivatives_with_more_entries_than_states(hidden, parallel):
+def test_second_derivatives_are_exact_with_more_entries_than_states(hidden, parallel):
     # Rows of 5 entries are reduced to 3; with `hidden` the second state is not observed at all.
     rng = np.random.default_rng(0)
     ys = jnp.asarray(rng.normal(size=(4, 5)))
@@ -91,28 +94,20 @@ def test_second_derivatives_with_more_entries_than_states(hidden, parallel):
 
     def log_evidence(theta):
         design, noise, weight = theta
-        model = rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
-            rd.LinearGaussianKernel(weight, jnp.zeros(2), jnp.eye(2)),
-            rd.LinearGaussianKernel(design, jnp.zeros(5), rd.Diagonal(noise)),
-        )
+        model = linear_model(2, weight=weight, design=design, error=rd.Diagonal(noise))
         return rd.kalman_smoother(model, ys, parallel=parallel).log_evidence
 
-    found = jax.jit(jax.hessian(log_evidence))(theta)
+    hessian = jax.jit(jax.hessian(log_evidence))(theta)
     expected = jax.jit(jax.hessian(lambda theta: log_evidence_of_one_vector(theta, ys)))(theta)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for one, other in zip(jax.tree.leaves(hessian), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-9)
 
 
-def test_second_derivatives_that_would_be_wrong_are_refused():
+def test_unsupported_second_derivatives_are_refused():
     ys = jnp.ones((3, 4))
 
     def mean(weight):
-        model = rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-            rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-            rd.LinearGaussianKernel(weight * jnp.ones((4, 1)), jnp.zeros(4), jnp.eye(4)),
-        )
+        model = linear_model(weight=0.5, design=weight * jnp.ones((4, 1)))
         return rd.kalman_smoother(model, ys).chain.laws.mean[-1, 0]
 
     weight, step = jnp.array(0.7), 1e-5
@@ -122,18 +117,14 @@ def test_second_derivatives_that_would_be_wrong_are_refused():
         jax.grad(jax.grad(mean))(weight)
 
 
-def test_first_derivatives_of_the_chain_with_more_entries_than_states():
+def test_first_derivatives_of_chain_are_exact_with_more_entries_than_states():
     # Rows of 5 entries are reduced to 2. Paths drawn from given noise use the kernels alone.
     rng = np.random.default_rng(1)
     ys, design = jnp.asarray(rng.normal(size=(3, 5))), jnp.asarray(rng.normal(size=(5, 2)))
     noise = jnp.asarray(rng.normal(size=(1, 3, 2)))
 
     def moments(design):
-        model = rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
-            rd.LinearGaussianKernel(0.7 * jnp.eye(2), jnp.zeros(2), 0.5 * jnp.eye(2)),
-            rd.LinearGaussianKernel(design, jnp.zeros(5), 0.6 * jnp.eye(5)),
-        )
+        model = linear_model(2, weight=0.7, noise=0.5, design=design, error=0.6)
         chain = rd.kalman_smoother(model, ys, mask=True).chain
         marginals = chain.marginals()
         return jnp.sum(jnp.sin(marginals.mean)) + jnp.sum(jnp.sin(chain.from_noise(noise)))
@@ -147,7 +138,7 @@ def test_first_derivatives_of_the_chain_with_more_entries_than_states():
 
 
 @pytest.mark.slow
-def test_singular_models_in_float32(x32):
+def test_singular_models_are_accurate_in_float32(x32):
     def small(tree):
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
 
@@ -162,7 +153,7 @@ def test_singular_models_in_float32(x32):
 
 
 @pytest.mark.parametrize("prior_scale", [1e3, 1e6, 1e9])
-def test_diffuse_priors_lose_nothing(prior_scale):
+def test_diffuse_priors_keep_their_accuracy(prior_scale):
     # With three observations of a 2-state the posterior under a prior of scale s differs from the
     # limit by O(s^-2): two scales a factor 10 apart must agree to that order, or to rounding.
     rng = np.random.default_rng(1)
@@ -179,7 +170,7 @@ def test_diffuse_priors_lose_nothing(prior_scale):
 
 
 @pytest.mark.slow
-def test_matches_statsmodels():
+def test_kalman_smoother_equals_statsmodels():
     from statsmodels.tsa.statespace.kalman_smoother import KalmanSmoother
 
     rng = np.random.default_rng(5)
@@ -207,7 +198,7 @@ def test_matches_statsmodels():
 
 
 @pytest.mark.slow
-def test_varying_kernels_and_the_alignment_of_inputs():
+def test_varying_kernels_equal_joint_gaussian():
     def move(u):
         return jnp.array([[jnp.cos(u[0]), 0.1], [0.0, 0.9]]), u[:2], rd.Diagonal(0.5 + u[:2] ** 2)
 
@@ -221,9 +212,7 @@ def test_varying_kernels_and_the_alignment_of_inputs():
     )
     inputs = np.random.default_rng(0).normal(size=(7, 2))
     _, ys = model.simulate(jax.random.key(0), 7, inputs=inputs)
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, 7, inputs), np.asarray(ys), np.ones((7, 1), bool)
-    )
+    oracle = joint_gaussian.posterior(model, ys, inputs)
     for parallel in (False, True):
         exact = rd.kalman_smoother(model, ys, inputs=inputs, parallel=parallel)
         np.testing.assert_allclose(exact.chain.marginals().mean, oracle.mean, atol=1e-10)
@@ -259,9 +248,7 @@ def test_padding_changes_nothing_and_a_missing_row_is_not_padding(parallel):
 def test_all_rows_missing_gives_the_prior(parallel):
     model = random_model(np.random.default_rng(0), 2, 1)
     exact = rd.kalman_smoother(model, jnp.full((4, 1), jnp.nan), parallel=parallel)
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, 4, None), np.zeros((4, 1)), np.zeros((4, 1), bool)
-    )
+    oracle = joint_gaussian.posterior(model, np.full((4, 1), np.nan))
     assert float(exact.log_evidence) == 0.0
     marginals = exact.chain.marginals()
     np.testing.assert_allclose(marginals.mean, oracle.mean, atol=1e-12)
@@ -269,7 +256,7 @@ def test_all_rows_missing_gives_the_prior(parallel):
 
 
 @pytest.mark.slow
-def test_gradients_of_the_evidence_in_every_parameter():
+def test_evidence_gradient_equals_finite_differences():
     rng = np.random.default_rng(11)
     model = random_model(rng, 2, 4, num_inputs=1)
     inputs = jnp.asarray(rng.normal(size=(5, 1)))
@@ -293,7 +280,7 @@ def test_gradients_of_the_evidence_in_every_parameter():
 
 
 @pytest.mark.slow
-def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian():
+def test_closed_form_score_with_singular_noise_equals_joint_gaussian():
     # Derivatives of square roots do not exist here; those of covariances do.
     model = random_model(np.random.default_rng(2), 3, 1, singular=True)
     model = eqx.tree_at(lambda m: m.prior.scale_tril, model, jnp.zeros((3, 3)).at[1, 1].set(1.0))
@@ -304,15 +291,14 @@ def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian
         return eqx.tree_at(lambda m: m.transition.scale_tril, model, scale)
 
     def oracle(step):
-        arrays = joint_gaussian.arrays_of(at(step), 4, None)
-        return joint_gaussian.condition(arrays, np.asarray(ys), np.ones((4, 1), bool)).log_evidence
+        return joint_gaussian.posterior(at(step), ys).log_evidence
 
     slope = jax.grad(lambda step: rd.kalman_smoother(at(step), ys).log_evidence)(0.0)
     assert float(slope) == pytest.approx((oracle(1e-5) - oracle(-1e-5)) / 2e-5, rel=1e-6)
 
 
 @pytest.mark.slow
-def test_gradients_of_smoothed_moments():
+def test_gradients_of_smoothed_moments_equal_finite_differences():
     rng = np.random.default_rng(4)
     model = random_model(rng, 2, 2)
     _, ys = model.simulate(jax.random.key(1), 4)
@@ -328,7 +314,7 @@ def test_gradients_of_smoothed_moments():
 
 
 @pytest.mark.slow
-def test_the_evidence_score_is_the_same_beside_the_chain():
+def test_evidence_score_is_unchanged_when_the_chain_is_used():
     # Once the laws are differentiated too, the derivative of the scan replaces the closed form.
     model = random_model(np.random.default_rng(9), 2, 1)
     _, ys = model.simulate(jax.random.key(1), 6)
@@ -345,7 +331,7 @@ def test_the_evidence_score_is_the_same_beside_the_chain():
 
 
 @pytest.mark.slow
-def test_batches_and_a_single_row():
+def test_kalman_smoother_handles_batches_and_a_single_row():
     model = random_model(np.random.default_rng(0), 2, 2)
     keys = jax.random.split(jax.random.key(0), 3)
     ys = jax.vmap(lambda key: model.simulate(key, 5)[1])(keys)
@@ -359,10 +345,8 @@ def test_batches_and_a_single_row():
 
 
 def test_an_emission_without_noise_at_one_row_is_refused():
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None])),
+    model = linear_transition_model(
+        rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None]))
     )
     inputs = jnp.ones((4, 1)).at[2].set(0.0)
     with pytest.raises(ValueError, match="emission scale with a positive diagonal"):
@@ -371,19 +355,13 @@ def test_an_emission_without_noise_at_one_row_is_refused():
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(("weight", "num_times"), [(0.5, 100), (0.9, 400)])
-def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
+def test_noise_free_decay_to_fixed_point_is_exact(weight, num_times, parallel):
     """The state becomes narrower than the rounding error of its mean; its past stays known.
 
     Without noise the path is a line in x_0, so that its posterior is a regression on one number.
     """
     ys = np.random.default_rng(0).normal(size=num_times) + 1 / (1 - weight)
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(
-            jnp.full((1, 1), weight), jnp.ones(1), jnp.zeros((1, 1))
-        ),
-        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    )
+    model = linear_model(weight=weight, bias=1.0, noise=0.0)
     powers = weight ** np.arange(num_times)
     shifts = (1 - powers) / (1 - weight)
     precision = 1 + np.sum(powers**2)
@@ -394,42 +372,40 @@ def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
 
 
 @pytest.mark.slow
-def test_a_mode_that_decays_faster_than_others_without_noise():
+def test_noise_free_model_with_fast_mode_is_exact():
     """Backward gains of 1 / 0.05 would turn rounding errors into the answer within a few rows."""
     rng = np.random.default_rng(5)
     basis, n = rng.normal(size=(3, 3)), 20
     weight = basis @ np.diag([0.9, 0.8, 0.05]) @ np.linalg.inv(basis)
     design, ys = rng.normal(size=(2, 3)), rng.normal(size=(n, 2))
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.ones(3), jnp.eye(3)),
-        transition=rd.LinearGaussianKernel(jnp.asarray(weight), jnp.ones(3), jnp.zeros((3, 3))),
-        emission=rd.LinearGaussianKernel(jnp.asarray(design), jnp.zeros(2), jnp.eye(2)),
-    )
+    model = linear_model(3, mean=1.0, weight=weight, bias=1.0, noise=0.0, design=design)
     # Each row sees x_0 = 1 + e through the powers of the weight.
     powers, centres = [np.eye(3)], [np.ones(3)]
     for _ in range(n - 1):
         powers.append(weight @ powers[-1])
         centres.append(weight @ centres[-1] + 1)
-    whole = np.concatenate([design @ power for power in powers])
+    stacked_design = np.concatenate([design @ power for power in powers])
     residual = (ys - np.stack(centres) @ design.T).ravel()
-    covariance = np.linalg.inv(np.eye(3) + whole.T @ whole)
-    start = covariance @ whole.T @ residual
+    covariance = np.linalg.inv(np.eye(3) + stacked_design.T @ stacked_design)
+    start = covariance @ stacked_design.T @ residual
     exact = rd.kalman_smoother(model, ys).chain.marginals()
     np.testing.assert_allclose(exact.mean[0], 1 + start, rtol=0, atol=1e-3)
     np.testing.assert_allclose(exact.covariance[0], covariance, rtol=0, atol=1e-6)
 
 
-def test_a_prior_that_decays_off_the_plane_of_the_noise():
+def test_prior_decaying_off_the_noise_plane_is_exact():
     """No coordinate becomes narrow, but a direction across them does, by half at each row."""
     rng = np.random.default_rng(6)
     prior, noise = np.tril(rng.normal(size=(3, 3))), np.tril(rng.normal(size=(3, 3)))
     prior[:, 2], noise[:, 2] = 0, 0
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.ones(3), jnp.asarray(prior)),
-        transition=rd.LinearGaussianKernel(0.5 * jnp.eye(3), jnp.ones(3), jnp.asarray(noise)),
-        emission=rd.LinearGaussianKernel(
-            jnp.asarray(rng.normal(size=(1, 3))), jnp.zeros(1), jnp.eye(1)
-        ),
+    model = linear_model(
+        3,
+        mean=1.0,
+        prior=prior,
+        weight=0.5,
+        bias=1.0,
+        noise=noise,
+        design=rng.normal(size=(1, 3)),
     )
     ys = np.asarray(model.simulate(jax.random.key(0), 70)[1])
     check_against_joint_gaussian(model, ys, parallel=False, atol=1e-3)

@@ -1,5 +1,6 @@
 """The evidence lower bound: the evidence under exact posteriors, and below it elsewhere."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import equinox as eqx
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import joint_gaussian
 import numpy as np
 import pytest
-from linear_models import random_model
+from linear_models import linear_model, random_model
+from nonlinear_models import hide_linearity
 
 import retrodict as rd
 from retrodict._exact import KalmanPosterior
@@ -52,42 +54,22 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(model, ys, inputs, rd.kalman_smoother(model, ys, inputs=inputs, length=LENGTH))
 
 
-def as_nonlinear(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
-    """The same law, with kernels that no estimator can know to be linear."""
-
-    def hidden(kernel: rd.LinearGaussianKernel) -> rd.NonlinearGaussianKernel:
-        takes_input = kernel.takes_input
-        scale = jnp.eye(kernel.weight.shape[0])
-        fn = _Mean(rd.LinearGaussianKernel(kernel.weight, kernel.bias, scale, kernel.input_weight))
-        return rd.NonlinearGaussianKernel(fn, kernel.scale_tril, takes_input=takes_input)
-
-    return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))
-
-
-class _Mean(eqx.Module):
-    kernel: rd.LinearGaussianKernel
-
-    def __call__(self, x, u=None):
-        mean = jnp.matmul(self.kernel.weight, x) + self.kernel.bias
-        return mean if u is None else mean + jnp.matmul(self.kernel.input_weight, u)
-
-
 @pytest.mark.parametrize(
     "estimator",
     [rd.ClosedForm(), rd.Recursive(), rd.Quadrature(3), rd.RaoBlackwellised(2)],
     ids=lambda e: type(e).__name__,
 )
-def test_the_bound_of_an_exact_posterior_is_the_evidence(case: Case, estimator):
-    found = case.elbo(case.model, estimator=estimator, key=jax.random.key(0))
-    assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
+def test_elbo_of_exact_posterior_equals_log_evidence(case: Case, estimator):
+    elbo = case.elbo(case.model, estimator=estimator, key=jax.random.key(0))
+    assert float(elbo) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
 
 
-def test_every_sampled_path_gives_the_evidence(case: Case):
+def test_every_sampled_path_gives_the_log_evidence(case: Case):
     estimator = rd.BackwardSampling(7)
-    found, error = case.elbo(
+    elbo, error = case.elbo(
         case.model, estimator=estimator, key=jax.random.key(0), with_standard_error=True
     )
-    assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
+    assert float(elbo) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
     assert float(error) < 1e-9  # no path differs from another
 
 
@@ -95,26 +77,26 @@ def test_every_sampled_path_gives_the_evidence(case: Case):
 def test_quadrature_of_quadratics_is_exact(case: Case, rule):
     # Three nodes an axis integrate degree five, cubature degree three: here all terms are of degree
     # two, and none is declared to be.
-    hidden = as_nonlinear(case.model)
-    found = case.elbo(hidden, estimator=rd.Quadrature(3, rule))
-    assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
+    hidden = hide_linearity(case.model)
+    elbo = case.elbo(hidden, estimator=rd.Quadrature(3, rule))
+    assert float(elbo) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
 
 
 @pytest.mark.slow
-def test_a_transition_of_unknown_form_takes_quadrature_over_the_pair():
+def test_transition_of_unknown_form_uses_pair_quadrature():
     rng = np.random.default_rng(2)
     model = random_model(rng, 1, 1)
     _, ys = model.simulate(jax.random.key(0), 4)
     exact = rd.kalman_smoother(model, ys)
     transition = rd.DistributionKernel(lambda x: model.transition.law(x))
-    unknown = rd.StateSpaceModel(model.prior, transition, model.emission)
-    found = rd.elbo(unknown, exact.chain, ys)
-    assert float(found) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+    unknown = replace(model, transition=transition)
+    elbo = rd.elbo(unknown, exact.chain, ys)
+    assert float(elbo) == pytest.approx(float(exact.log_evidence), abs=1e-9)
     single = rd.elbo(model, rd.kalman_smoother(model, ys[:1]).chain, ys[:1])
     assert float(single) == pytest.approx(float(rd.kalman_smoother(model, ys[:1]).log_evidence))
 
 
-def test_gradients_in_the_model_are_those_of_the_evidence(case: Case):
+def test_elbo_gradient_in_model_equals_evidence_gradient(case: Case):
     # By Fisher's identity, with the chain held fixed at the exact posterior.
     def log_evidence(model):
         return rd.kalman_smoother(model, case.ys, inputs=case.inputs, length=LENGTH).log_evidence
@@ -122,21 +104,19 @@ def test_gradients_in_the_model_are_those_of_the_evidence(case: Case):
     expected = eqx.filter_grad(log_evidence)(case.model)
     data = case.model.series(case.ys, inputs=case.inputs, length=LENGTH)
     score = rd.expectation(case.exact.chain, rd.Score(case.model), data)
-    hidden = eqx.filter_grad(lambda m: case.elbo(as_nonlinear(m), estimator=rd.Quadrature(3)))
-    for found in (score, hidden(case.model)):
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    hidden = eqx.filter_grad(lambda m: case.elbo(hide_linearity(m), estimator=rd.Quadrature(3)))
+    for gradient in (score, hidden(case.model)):
+        assert jax.tree.structure(gradient) == jax.tree.structure(expected)
+        for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-8)
 
 
-def test_the_gap_is_the_divergence_from_the_posterior():
+def test_elbo_gap_equals_divergence_from_posterior():
     # log p(y) − ELBO = KL(q ‖ p(· | y)), between two Gaussians over the whole path.
     rng = np.random.default_rng(3)
     model, other = random_model(rng, 2, 1), random_model(rng, 2, 1)
     _, ys = model.simulate(jax.random.key(0), 5)
-    seen = np.ones(ys.shape, bool)
-    p = joint_gaussian.condition(joint_gaussian.arrays_of(model, 5, None), np.asarray(ys), seen)
-    q = joint_gaussian.condition(joint_gaussian.arrays_of(other, 5, None), np.asarray(ys), seen)
+    p, q = joint_gaussian.posterior(model, ys), joint_gaussian.posterior(other, ys)
     shift = (p.mean - q.mean).ravel()
     ratio = np.linalg.solve(p.covariance, q.covariance)
     divergence = 0.5 * (
@@ -146,12 +126,12 @@ def test_the_gap_is_the_divergence_from_the_posterior():
         - np.linalg.slogdet(ratio)[1]
     )
     chain = rd.kalman_smoother(other, ys).chain
-    found = float(rd.elbo(model, chain, ys))
-    assert found == pytest.approx(p.log_evidence - divergence, abs=1e-8)
+    elbo = float(rd.elbo(model, chain, ys))
+    assert elbo == pytest.approx(p.log_evidence - divergence, abs=1e-8)
     by_recursion = float(rd.elbo(model, chain, ys, estimator=rd.Recursive()))
-    assert by_recursion == pytest.approx(found, abs=1e-9)
-    by_nodes = float(rd.elbo(as_nonlinear(model), chain, ys, estimator=rd.Quadrature(3)))
-    assert by_nodes == pytest.approx(found, abs=1e-9)
+    assert by_recursion == pytest.approx(elbo, abs=1e-9)
+    by_nodes = float(rd.elbo(hide_linearity(model), chain, ys, estimator=rd.Quadrature(3)))
+    assert by_nodes == pytest.approx(elbo, abs=1e-9)
 
 
 def grid_elbo(model, chain, ys: np.ndarray, num_points: int, width: float) -> float:
@@ -167,8 +147,10 @@ def grid_elbo(model, chain, ys: np.ndarray, num_points: int, width: float) -> fl
     grids = [np.stack(np.meshgrid(*row, indexing="ij"), -1).reshape(-1, len(row)) for row in axes]
     cell = np.prod([axis[1] - axis[0] for row in axes for axis in row])
     joint = jax.vmap(lambda x: jax.vmap(lambda z: model.log_joint(jnp.stack([x, z]), ys))(grids[1]))
-    own = jax.vmap(lambda x: jax.vmap(lambda z: chain.log_prob(jnp.stack([x, z])))(grids[1]))
-    log_p, log_q = np.asarray(jax.jit(joint)(grids[0])), np.asarray(jax.jit(own)(grids[0]))
+    log_density = jax.vmap(
+        lambda x: jax.vmap(lambda z: chain.log_prob(jnp.stack([x, z])))(grids[1])
+    )
+    log_p, log_q = np.asarray(jax.jit(joint)(grids[0])), np.asarray(jax.jit(log_density)(grids[0]))
     return float(np.sum(np.exp(log_q) * (log_p - log_q)) * cell)
 
 
@@ -176,7 +158,7 @@ def grid_elbo(model, chain, ys: np.ndarray, num_points: int, width: float) -> fl
     ("dim", "order", "num_points", "width", "tolerance"),
     [(1, 40, 401, 8.0, 1e-7), pytest.param(2, 20, 41, 6.0, 1e-5, marks=pytest.mark.slow)],
 )
-def test_nonlinear_kernels_match_sums_over_a_grid(dim, order, num_points, width, tolerance):
+def test_elbo_of_nonlinear_kernels_equals_grid_sums(dim, order, num_points, width, tolerance):
     # Trapezoidal sums of a smooth integrand that decays at both ends converge exponentially.
     turn = jnp.array([[0.9, -0.4], [0.3, 0.8]])[:dim, :dim]
     model = rd.StateSpaceModel(
@@ -188,10 +170,9 @@ def test_nonlinear_kernels_match_sums_over_a_grid(dim, order, num_points, width,
             lambda x: jnp.cos(x[:1]) + 0.3 * x[-1:], rd.Diagonal(0.4 * jnp.ones(1))
         ),
     )
-    linear = rd.StateSpaceModel(
-        model.prior,
-        rd.LinearGaussianKernel(turn, 0.1 * jnp.ones(dim), 0.6 * jnp.eye(dim)),
-        rd.LinearGaussianKernel(jnp.ones((1, dim)), jnp.zeros(1), 0.7 * jnp.eye(1)),
+    linear = replace(
+        linear_model(dim, weight=turn, bias=0.1, noise=0.6, design=jnp.ones((1, dim)), error=0.7),
+        prior=model.prior,
     )
     ys = np.array([[0.3], [0.6]])
     chain = rd.kalman_smoother(linear, ys).chain
@@ -202,8 +183,8 @@ def test_nonlinear_kernels_match_sums_over_a_grid(dim, order, num_points, width,
     )
 
 
-def test_padding_leaves_values_and_gradients_alone(case: Case):
-    hidden = as_nonlinear(case.model)
+def test_padding_does_not_change_elbo_or_gradients(case: Case):
+    hidden = hide_linearity(case.model)
     estimator = rd.Quadrature(3)
     short_inputs = None if case.inputs is None else case.inputs[:LENGTH]
     chain = rd.kalman_smoother(case.model, case.ys[:LENGTH], inputs=short_inputs).chain
@@ -225,7 +206,7 @@ def test_padding_leaves_values_and_gradients_alone(case: Case):
     assert np.all(gradients[1][LENGTH:] == 0.0) and np.all(gradients[1][1] == 0.0)
 
 
-def test_a_running_bound_is_that_of_each_prefix(case: Case):
+def test_running_elbo_equals_elbo_of_each_prefix(case: Case):
     running = rd.online.RunningPosterior(rd.KalmanFamily(case.model), case.model)
     _, out = running.scan(running.init(), case.ys, inputs=case.inputs, length=LENGTH)
     for k in range(1, LENGTH):
@@ -234,7 +215,7 @@ def test_a_running_bound_is_that_of_each_prefix(case: Case):
 
 
 @pytest.mark.slow
-def test_a_batch_is_mapped_and_differentiated():
+def test_elbo_works_under_vmap_and_grad():
     model = random_model(np.random.default_rng(5), 1, 1)
     keys = jax.random.split(jax.random.key(0), 3)
     ys = jax.vmap(lambda key: model.simulate(key, 6)[1])(keys)
@@ -267,7 +248,7 @@ def test_a_batch_is_mapped_and_differentiated():
 
 
 @pytest.mark.slow
-def test_the_bound_of_an_exact_chain_is_stationary_in_the_model_of_the_chain():
+def test_elbo_is_stationary_in_the_model_of_its_chain():
     """Here the chain keeps `standard`, and both forms of its kernels move together."""
     model = random_model(np.random.default_rng(5), 2, 2)
     ys = model.simulate(jax.random.key(0), 6)[1]
@@ -298,12 +279,12 @@ def test_parameters_are_unwrapped_once_and_differentiated_in_their_raw_arrays():
     assert np.all(score.prior.tree.mean == 0.0)
 
 
-def test_what_cannot_be_done_is_refused_with_the_remedy():
+def test_elbo_refuses_unsupported_requests_with_a_remedy():
     linear, ys = random_model(np.random.default_rng(0), 3, 1), np.zeros((4, 1))
     eyes = jnp.broadcast_to(jnp.eye(3), (4, 3, 3))
     arrays = (jnp.zeros((4, 3)), eyes, eyes[1:], jnp.zeros((3, 3)), eyes[1:])
     chain = rd.LinearGaussianChain.from_arrays(*arrays)
-    hidden = as_nonlinear(linear)
+    hidden = hide_linearity(linear)
     with pytest.raises(ValueError, match="3 state dimensions.*RaoBlackwellised"):
         rd.elbo(hidden, chain, ys)
     with pytest.raises(TypeError, match="emission .NonlinearGaussianKernel.*Quadrature"):
@@ -338,9 +319,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
 @pytest.mark.parametrize(
     "estimator", [rd.ClosedForm(), rd.BackwardSampling(2)], ids=["closed form", "paths"]
 )
-def test_second_derivatives_are_differences_of_first_ones(
-    case: Case, estimator: rd.AbstractEstimator
-):
+def test_second_derivatives_equal_finite_differences(case: Case, estimator: rd.AbstractEstimator):
     """Derivatives in a common factor of the weights of transition and emission."""
 
     def bound(factor: jax.Array) -> jax.Array:
@@ -360,13 +339,16 @@ def test_second_derivatives_are_differences_of_first_ones(
 
 @pytest.mark.parametrize("estimator", [rd.ClosedForm(), rd.Quadrature(3)])
 @pytest.mark.parametrize("width", [1e-3, 1e-8])
-def test_the_bound_of_a_narrow_exact_posterior_is_the_evidence(estimator, width):
+def test_elbo_of_narrow_exact_posterior_equals_log_evidence(estimator, width):
     # The noise has relative width `width` off the axes. Kernels between states omit it below 6e-6.
     noise = jnp.array([[1.0, 0.0], [0.3, width]])
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(2), noise),
-        rd.LinearGaussianKernel(jnp.array([[0.9, 0.0], [0.1, 0.7]]), jnp.zeros(2), noise),
-        rd.LinearGaussianKernel(jnp.array([[1.0, -0.5]]), jnp.zeros(1), 0.7 * jnp.eye(1)),
+    model = linear_model(
+        2,
+        prior=noise,
+        weight=jnp.array([[0.9, 0.0], [0.1, 0.7]]),
+        noise=noise,
+        design=jnp.array([[1.0, -0.5]]),
+        error=0.7,
     )
     _, ys = model.simulate(jax.random.key(0), 12)
     exact = rd.kalman_smoother(model, ys)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from backward_chains import OpaqueChain
 from joint_gaussian import arrays_of, condition
 from linear_models import random_mask, random_model
+from nonlinear_models import count_model, hide_linearity
 
 import retrodict as rd
 
@@ -63,38 +65,38 @@ def exact() -> rd.Forecast:
     return rd.forecast(KEY, c.model, c.chain, AHEAD, inputs=c.ahead, num_samples=4000)
 
 
-def test_moments_are_those_of_a_series_with_empty_rows():
-    found, (mean, covariance), rows = exact(), smoothed_ahead(case()), seen_ahead(case())
-    np.testing.assert_allclose(found.state_mean, mean, atol=1e-9)
-    np.testing.assert_allclose(found.state_covariance, covariance, atol=1e-9)
-    np.testing.assert_allclose(found.mean, rows[0], atol=1e-9)
-    np.testing.assert_allclose(found.covariance, rows[1], atol=1e-9)
+def test_forecast_moments_equal_smoothing_of_missing_rows():
+    forecast, (mean, covariance), rows = exact(), smoothed_ahead(case()), seen_ahead(case())
+    np.testing.assert_allclose(forecast.state_mean, mean, atol=1e-9)
+    np.testing.assert_allclose(forecast.state_covariance, covariance, atol=1e-9)
+    np.testing.assert_allclose(forecast.mean, rows[0], atol=1e-9)
+    np.testing.assert_allclose(forecast.covariance, rows[1], atol=1e-9)
     for error in (
-        found.mean_standard_error,
-        found.covariance_standard_error,
-        found.state_mean_standard_error,
-        found.state_covariance_standard_error,
+        forecast.mean_standard_error,
+        forecast.covariance_standard_error,
+        forecast.state_mean_standard_error,
+        forecast.state_covariance_standard_error,
     ):
         assert not np.any(error)
 
 
-def test_quantiles_of_a_gaussian_are_exact():
-    found, levels = exact(), np.array([0.025, 0.5, 0.9])
-    assert found.gaussian
+def test_forecast_quantiles_of_gaussians_are_exact():
+    forecast, levels = exact(), np.array([0.025, 0.5, 0.9])
+    assert forecast.gaussian
     mean, covariance = seen_ahead(case())
     law = dist.Normal(mean, np.sqrt(np.diagonal(covariance, axis1=1, axis2=2)))
     expected = np.stack([law.icdf(level) for level in levels])
-    np.testing.assert_allclose(found.quantile(levels), expected, atol=1e-9)
-    np.testing.assert_allclose(found.quantile(0.5)[0], mean, atol=1e-9)
+    np.testing.assert_allclose(forecast.quantile(levels), expected, atol=1e-9)
+    np.testing.assert_allclose(forecast.quantile(0.5)[0], mean, atol=1e-9)
 
 
 @pytest.mark.statistical
-def test_draws_have_the_laws_that_moments_say():
+def test_forecast_draws_have_the_forecast_moments():
     # 20 means and 4 distances, each beyond 4.5 standard errors with probability 7e-6.
-    found = exact()
+    forecast = exact()
     for draws, mean, covariance in (
-        (found.states, found.state_mean, found.state_covariance),
-        (found.observations, found.mean, found.covariance),
+        (forecast.states, forecast.state_mean, forecast.state_covariance),
+        (forecast.observations, forecast.mean, forecast.covariance),
     ):
         count, dim = draws.shape[0], draws.shape[2]
         std = np.sqrt(np.diagonal(covariance, axis1=1, axis2=2) / count)
@@ -106,71 +108,54 @@ def test_draws_have_the_laws_that_moments_say():
 
 
 @pytest.mark.statistical
-def test_paths_hang_together_over_time():
+def test_forecast_paths_have_lag_one_covariance():
     # The lag-one covariance of states is w P: a mean of 4000 products, 12 entries at 4.5 errors.
-    found, c = exact(), case()
-    shifts = np.asarray(found.states - found.state_mean[None])
+    forecast, c = exact(), case()
+    shifts = np.asarray(forecast.states - forecast.state_mean[None])
     products = shifts[:, 1:, :, None] * shifts[:, :-1, None, :]
-    expected = np.asarray(c.model.transition.weight) @ np.asarray(found.state_covariance[:-1])
+    expected = np.asarray(c.model.transition.weight) @ np.asarray(forecast.state_covariance[:-1])
     error = products.std(0) / np.sqrt(len(products))
     assert np.all(np.abs(products.mean(0) - expected) < 4.5 * error)
 
 
-def test_padding_is_not_forecast_from():
+def test_forecast_starts_at_the_last_existing_row():
     c = case()
     padded = np.concatenate([c.ys, np.full((3, 3), 1e6)])
     inputs = np.concatenate([c.inputs, np.full((3, 2), 1e6)])
     chain = rd.kalman_smoother(c.model, padded, inputs=inputs, length=N).chain
-    found = rd.forecast(KEY, c.model, chain, AHEAD, inputs=c.ahead, num_samples=4000)
-    np.testing.assert_allclose(found.mean, exact().mean, atol=1e-9)
-    np.testing.assert_allclose(found.observations, exact().observations, atol=1e-9)
+    forecast = rd.forecast(KEY, c.model, chain, AHEAD, inputs=c.ahead, num_samples=4000)
+    np.testing.assert_allclose(forecast.mean, exact().mean, atol=1e-9)
+    np.testing.assert_allclose(forecast.observations, exact().observations, atol=1e-9)
 
 
 def plain_case() -> Case:
     return case(2, 2, 0)
 
 
-@functools.cache
-def as_nonlinear() -> rd.StateSpaceModel:
-    """The same law with kernels of which nobody knows that they are linear."""
-    model = plain_case().model
-
-    def hidden(kernel: rd.LinearGaussianKernel) -> rd.NonlinearGaussianKernel:
-        return rd.NonlinearGaussianKernel(
-            lambda x: kernel.weight @ x + kernel.bias, kernel.scale_tril
-        )
-
-    return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))
-
-
 @pytest.mark.statistical
 def test_sampled_moments_are_within_their_standard_errors():
     # 4 rows of 12 moments, each beyond 5 standard errors with probability 6e-7.
     c, (mean, covariance) = plain_case(), smoothed_ahead(plain_case())
-    found = rd.forecast(KEY, as_nonlinear(), c.chain, AHEAD, num_samples=4000)
+    forecast = rd.forecast(KEY, hide_linearity(c.model), c.chain, AHEAD, num_samples=4000)
     rows = seen_ahead(c)
     for got, error, expected in (
-        (found.state_mean, found.state_mean_standard_error, mean),
-        (found.state_covariance, found.state_covariance_standard_error, covariance),
-        (found.mean, found.mean_standard_error, rows[0]),
-        (found.covariance, found.covariance_standard_error, rows[1]),
+        (forecast.state_mean, forecast.state_mean_standard_error, mean),
+        (forecast.state_covariance, forecast.state_covariance_standard_error, covariance),
+        (forecast.mean, forecast.mean_standard_error, rows[0]),
+        (forecast.covariance, forecast.covariance_standard_error, rows[1]),
     ):
         assert np.all(error > 0)
         assert np.all(np.abs(got - expected) < 5 * error)
-    assert not found.gaussian
+    assert not forecast.gaussian
     # A quantile of 4000 draws has a standard error of √(p(1-p)/4000)/density, 0.04 deviations here.
     std = np.sqrt(np.diagonal(rows[1], axis1=1, axis2=2))
     quantile = dist.Normal(rows[0], std).icdf(0.9)
-    assert np.all(np.abs(found.quantile(0.9)[0] - quantile) < 5 * 0.03 * std)
+    assert np.all(np.abs(forecast.quantile(0.9)[0] - quantile) < 5 * 0.03 * std)
 
 
 @functools.cache
 def counts() -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), 0.3 * jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.ones(1), 0.3 * jnp.eye(1)),
-        emission=rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+    model = count_model(prior=0.3, weight=0.8, bias=1.0, noise=0.3)
     chain = rd.LinearGaussianChain.from_arrays(
         jnp.ones((2, 1)),
         0.3 * jnp.ones((2, 1, 1)),
@@ -182,88 +167,65 @@ def counts() -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
 
 
 @pytest.mark.statistical
-def test_counts_are_forecast():
+def test_forecast_of_counts_draws_counts():
     # The rate exp(x) is log-normal: 3 means and 3 variances at 5 standard errors.
     model, chain = counts()
-    found = rd.forecast(KEY, model, chain, 3, num_samples=4000)
-    assert not np.any(found.state_mean_standard_error)
-    m, p = np.asarray(found.state_mean)[:, 0], np.asarray(found.state_covariance)[:, 0, 0]
+    forecast = rd.forecast(KEY, model, chain, 3, num_samples=4000)
+    assert not np.any(forecast.state_mean_standard_error)
+    m, p = np.asarray(forecast.state_mean)[:, 0], np.asarray(forecast.state_covariance)[:, 0, 0]
     rate = np.exp(m + p / 2)
     variance = rate + rate**2 * np.expm1(p)
-    assert np.all(np.abs(found.mean[:, 0] - rate) < 5 * found.mean_standard_error[:, 0])
-    error = found.covariance_standard_error[:, 0, 0]
-    assert np.all(np.abs(found.covariance[:, 0, 0] - variance) < 5 * error)
-    draws = np.asarray(found.observations)
+    assert np.all(np.abs(forecast.mean[:, 0] - rate) < 5 * forecast.mean_standard_error[:, 0])
+    error = forecast.covariance_standard_error[:, 0, 0]
+    assert np.all(np.abs(forecast.covariance[:, 0, 0] - variance) < 5 * error)
+    draws = np.asarray(forecast.observations)
     assert np.all(draws == np.round(draws)) and np.all(draws >= 0)
     assert np.all(np.abs(draws.mean(0)[:, 0] - rate) < 5 * np.sqrt(variance / 4000))
 
 
 @pytest.mark.slow
-def test_a_mixture_as_the_last_law():
+def test_forecast_from_mixture_uses_its_moments():
     # Moments pass a linear kernel whatever the law: only its mean and covariance count.
     model = random_model(np.random.default_rng(3), 1, 1)
     family = rd.MixtureFamily(jax.random.key(0), 1, 1, num_components=2, hidden=4, width=4)
     chain = family.infer(np.ones((3, 1)))
-    found = rd.forecast(KEY, model, chain, 1, num_samples=10)
+    forecast = rd.forecast(KEY, model, chain, 1, num_samples=10)
     weight, noise = model.transition.weight, model.transition.scale_tril
     np.testing.assert_allclose(
-        found.state_mean[0], weight @ chain.terminal.mean + model.transition.bias, rtol=1e-12
+        forecast.state_mean[0], weight @ chain.terminal.mean + model.transition.bias, rtol=1e-12
     )
     np.testing.assert_allclose(
-        found.state_covariance[0],
+        forecast.state_covariance[0],
         weight @ chain.terminal.covariance @ weight.T + noise @ noise.T,
         rtol=1e-12,
     )
-    assert not found.gaussian
-
-
-class Opaque(rd.AbstractBackwardChain):
-    """A chain that can be drawn from, and nothing else."""
-
-    inner: rd.LinearGaussianChain
-
-    @property
-    def num_times(self) -> int:
-        return self.inner.num_times
-
-    @property
-    def state_dim(self) -> int:
-        return self.inner.state_dim
-
-    def sample(self, key, num_samples):
-        return self.inner.sample(key, num_samples)
-
-    def log_prob(self, xs):
-        return self.inner.log_prob(xs)
-
-    def prefix(self, num_times):
-        return Opaque(self.inner.prefix(num_times))
+    assert not forecast.gaussian
 
 
 @pytest.mark.statistical
-def test_any_chain_is_forecast_from():
+def test_forecast_accepts_any_chain():
     # 16 means at 5 standard errors.
     c = plain_case()
-    found = rd.forecast(KEY, c.model, Opaque(c.chain), AHEAD, num_samples=2000)
+    forecast = rd.forecast(KEY, c.model, OpaqueChain(c.chain), AHEAD, num_samples=2000)
     mean, rows = smoothed_ahead(c)[0], seen_ahead(c)[0]
-    assert np.all(np.abs(found.state_mean - mean) < 5 * found.state_mean_standard_error)
-    assert np.all(np.abs(found.mean - rows) < 5 * found.mean_standard_error)
+    assert np.all(np.abs(forecast.state_mean - mean) < 5 * forecast.state_mean_standard_error)
+    assert np.all(np.abs(forecast.mean - rows) < 5 * forecast.mean_standard_error)
 
 
 @pytest.mark.slow
-def test_a_batch_under_vmap():
+def test_forecast_works_under_vmap():
     c = plain_case()
     chains = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), c.chain)
     run = jax.vmap(lambda chain: rd.forecast(KEY, c.model, chain, AHEAD, num_samples=5))
-    found = run(chains)
-    np.testing.assert_allclose(found.mean[1], seen_ahead(c)[0], atol=1e-9)
+    forecasts = run(chains)
+    np.testing.assert_allclose(forecasts.mean[1], seen_ahead(c)[0], atol=1e-9)
     with pytest.raises(ValueError, match=r"jax\.vmap"):
-        found.quantile(0.5)
+        forecasts.quantile(0.5)
     with pytest.raises(ValueError, match=r"jax\.vmap"):
         rd.forecast(KEY, c.model, chains, AHEAD)
 
 
-def test_misuse_is_refused(untyped: None):
+def test_forecast_refuses_bad_arguments(untyped: None):
     c = case()
     posterior: Any = rd.kalman_smoother(c.model, c.ys, inputs=c.inputs)
     no_model: Any = c.chain
@@ -292,10 +254,10 @@ class JointRows(NamedTuple):
     covariance: np.ndarray
 
 
-def all_rows(c: Case, given: np.ndarray) -> JointRows:
+def all_rows(c: Case, observed: np.ndarray) -> JointRows:
     """The law of a replicate of the whole series, for paths given the entries of `given`."""
     linear = arrays_of(c.model, N, c.inputs)
-    path = condition(linear, np.nan_to_num(c.ys), given)
+    path = condition(linear, np.nan_to_num(c.ys), observed)
     m, d = linear.designs.shape[1:]
     design, error = np.zeros((N * m, N * d)), np.zeros((N * m, N * m))
     for k in range(N):
@@ -321,8 +283,8 @@ def agrees(draws: np.ndarray, law: JointRows) -> None:
 def test_replicates_have_the_posterior_predictive_law():
     # 18 means and 171 covariances: a false alarm with probability about 1e-3.
     c = case()
-    drawn = rd.predictive(KEY, c.model, c.chain, 4000, inputs=c.inputs)
-    agrees(np.asarray(drawn).reshape(4000, -1), all_rows(c, ~np.isnan(c.ys)))
+    replicates = rd.predictive(KEY, c.model, c.chain, 4000, inputs=c.inputs)
+    agrees(np.asarray(replicates).reshape(4000, -1), all_rows(c, ~np.isnan(c.ys)))
 
 
 @functools.cache
@@ -332,15 +294,15 @@ def imputed() -> np.ndarray:
 
 
 @pytest.mark.statistical
-def test_missing_entries_have_their_law_given_the_seen_ones():
+def test_imputed_entries_have_their_law_given_observed_entries():
     # Given all that was seen, its noise included: some ten means and their covariances, as above.
-    c, seen = case(), ~np.isnan(case().ys).ravel()
+    c, observed = case(), ~np.isnan(case().ys).ravel()
     prior = all_rows(c, np.zeros((N, 3), bool))
-    hidden = ~seen
-    cross = prior.covariance[np.ix_(hidden, seen)]
-    gain = np.linalg.solve(prior.covariance[np.ix_(seen, seen)], cross.T).T
+    hidden = ~observed
+    cross = prior.covariance[np.ix_(hidden, observed)]
+    gain = np.linalg.solve(prior.covariance[np.ix_(observed, observed)], cross.T).T
     expected = JointRows(
-        prior.mean[hidden] + gain @ (c.ys.ravel()[seen] - prior.mean[seen]),
+        prior.mean[hidden] + gain @ (c.ys.ravel()[observed] - prior.mean[observed]),
         prior.covariance[np.ix_(hidden, hidden)] - gain @ cross.T,
     )
     rows = np.isnan(c.ys)
@@ -348,10 +310,10 @@ def test_missing_entries_have_their_law_given_the_seen_ones():
     agrees(imputed().reshape(4000, -1)[:, hidden], expected)
 
 
-def test_seen_entries_stay_as_they_are():
-    seen = ~np.isnan(case().ys)
-    expected = np.broadcast_to(case().ys[seen], (4000, seen.sum()))
-    np.testing.assert_array_equal(imputed()[:, seen], expected)
+def test_observed_entries_are_kept():
+    observed = ~np.isnan(case().ys)
+    expected = np.broadcast_to(case().ys[observed], (4000, observed.sum()))
+    np.testing.assert_array_equal(imputed()[:, observed], expected)
     c = plain_case()
     full = np.where(np.isnan(c.ys), 0.5, c.ys)
     chain = rd.kalman_smoother(c.model, full).chain
@@ -359,7 +321,7 @@ def test_seen_entries_stay_as_they_are():
     np.testing.assert_array_equal(same, np.broadcast_to(full, (3, *full.shape)))
 
 
-def test_a_mask_and_a_nan_are_the_same():
+def test_imputation_treats_mask_and_nan_alike():
     c = plain_case()
     hidden = np.where(np.isnan(c.ys), 1e3, c.ys)
     by_nan = rd.impute(KEY, c.model, c.chain, c.ys, 5)
@@ -372,9 +334,9 @@ def test_rows_of_padding_hold_nan():
     ys = np.concatenate([c.ys, np.full((2, 2), 7.0)])
     chain = rd.kalman_smoother(c.model, ys, length=N).chain
     filled = rd.impute(KEY, c.model, chain, ys, 3, length=N)
-    drawn = rd.predictive(KEY, c.model, chain, 3)
-    for found in (filled, drawn):
-        assert np.all(np.isfinite(found[:, :N])) and np.all(np.isnan(found[:, N:]))
+    replicates = rd.predictive(KEY, c.model, chain, 3)
+    for series in (filled, replicates):
+        assert np.all(np.isfinite(series[:, :N])) and np.all(np.isnan(series[:, N:]))
 
 
 def test_missing_counts_are_counts():
@@ -386,13 +348,13 @@ def test_missing_counts_are_counts():
 
 
 @pytest.mark.slow
-def test_float32(x32: None):
+def test_forecast_in_float32_stays_float32(x32: None):
     with jax.enable_x64(True):
         c, expected = plain_case(), seen_ahead(plain_case())[0]
     model, chain = jax.tree.map(
         lambda leaf: jnp.asarray(leaf, jnp.float32) if eqx.is_array(leaf) else leaf,
         (c.model, c.chain),
     )
-    found = rd.forecast(jax.random.key(0), model, chain, AHEAD, num_samples=5)
-    assert found.observations.dtype == found.mean.dtype == jnp.float32
-    np.testing.assert_allclose(found.mean, expected, rtol=1e-4, atol=1e-4)
+    forecast = rd.forecast(jax.random.key(0), model, chain, AHEAD, num_samples=5)
+    assert forecast.observations.dtype == forecast.mean.dtype == jnp.float32
+    np.testing.assert_allclose(forecast.mean, expected, rtol=1e-4, atol=1e-4)

@@ -67,7 +67,7 @@ class Told:
 # What the paper printed
 
 
-def test_the_linear_sequences_are_those_of_the_archive():
+def test_linear_sequences_match_the_archive():
     archived = REFERENCE / "linear_sequences.npz"
     if not archived.exists():
         pytest.skip("the archived sequences are not here")
@@ -77,7 +77,7 @@ def test_the_linear_sequences_are_those_of_the_archive():
         np.testing.assert_allclose(ys[..., 0], file["ys"][:2], rtol=0, atol=1e-15)
 
 
-def test_the_archived_networks_are_those_of_the_archive():
+def test_archived_networks_match_the_archive():
     archived = REFERENCE / "nonlinear_table_sequences.npz"
     if not archived.exists():
         pytest.skip("the archived sequences are not here")
@@ -92,12 +92,17 @@ def test_the_archived_networks_are_those_of_the_archive():
 
 
 @pytest.mark.parametrize("num_series", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_linear_table_comes_out_as_printed(num_series: int):
+def test_linear_table_matches_the_paper(num_series: int):
     models = [published.linear_lambda(epoch) for epoch in published.EPOCHS]
     sequences = published.linear_sequences(num_series)
-    found = linear.compare(published.linear_theta(), *sequences, models)
+    comparison = linear.compare(published.linear_theta(), *sequences, models)
     errors = np.stack(
-        [found["mean_error"], found["variance_of_error"], *found["additive"][:, :, -1]], axis=1
+        [
+            comparison["mean_error"],
+            comparison["variance_of_error"],
+            *comparison["additive"][:, :, -1],
+        ],
+        axis=1,
     )
     computed = [[f"{value:.6f}" for value in row] for row in errors]
     printed = published.archive()["linear"]["table"][:num_series]
@@ -105,7 +110,7 @@ def test_the_linear_table_comes_out_as_printed(num_series: int):
     assert sum(map(len, printed)) == 5 * num_series
 
 
-def test_the_nonlinear_errors_come_out_as_printed():
+def test_nonlinear_errors_match_the_paper():
     """By the archived networks and the sums of the archived reference; numpy does the rest."""
     _, ys = published.nonlinear_sequences()
     archive = published.archive()["nonlinear"]
@@ -119,7 +124,7 @@ def test_the_nonlinear_errors_come_out_as_printed():
         ]
 
 
-def test_no_archived_curve_is_above_the_evidence():
+def test_archived_elbo_curves_are_below_the_evidence():
     archive = published.archive()["linear"]
     assert all(max(curve) < archive["evidence"] for curve in archive["elbo_curves"])
     assert [len(curve) for curve in archive["elbo_curves"]] == [100] * 5
@@ -142,7 +147,7 @@ def test_the_grid_is_the_exact_reference():
 
 
 @pytest.mark.slow
-def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
+def test_archived_backward_kernels_follow_bayes_rule():
     """q(x_{k-1}) m(x_{k-1}, x_k) / ∫ is the kernel: checked on a grid of points."""
     _, ys = published.nonlinear_sequences()
     chain = published.archived_chain("gated", ys[0, :3])
@@ -165,19 +170,19 @@ def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
-def test_an_experiment_runs_and_is_read_back(
+def test_experiment_results_are_saved_and_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     module = reproduction.EXPERIMENTS[name]
     monkeypatch.setattr(module, "QUICK", TINY[name])
     first, second = Told(), Told()
 
-    def reproduce(told: Told) -> reproduction.Reproduced:
+    def reproduce(log: Told) -> reproduction.Reproduced:
         expected = module.num_stages(TINY[name])
 
         def begin(title: str, num_stages: int) -> Told:
             assert (title, num_stages) == (name, expected)
-            return told
+            return log
 
         return reproduction.reproduce([name], tmp_path, quick=True, progress=begin)
 
@@ -185,7 +190,7 @@ def test_an_experiment_runs_and_is_read_back(
     folder = tmp_path / name
     numbers = (folder / "numbers.json").read_bytes()
     assert len(first.stages) == module.num_stages(TINY[name])
-    assert not any(kept for _, kept in first.stages)
+    assert not any(from_disk for _, from_disk in first.stages)
     (chapter,) = done.chapters
     for table in chapter.tables():
         lines = (folder / f"{table.name}.csv").read_text().splitlines()
@@ -202,16 +207,18 @@ def test_an_experiment_runs_and_is_read_back(
         check_page(done.report.read_bytes(), width, tmp_path)
 
     reproduce(second)
-    assert all(kept for _, kept in second.stages) and len(second.stages) == len(first.stages)
+    assert all(from_disk for _, from_disk in second.stages) and len(second.stages) == len(
+        first.stages
+    )
     assert (folder / "numbers.json").read_bytes() == numbers
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_saw(tmp_path: Path):
-    told = Told()
-    found = reproduction.demonstrate(tmp_path, seed=3, sizes=DEMO, progress=told)
-    assert len(told.stages) == demo.num_stages(DEMO)
-    scores = found.numbers["scores"]
+def test_demo_reports_its_results(tmp_path: Path):
+    log = Told()
+    chapter = reproduction.demonstrate(tmp_path, seed=3, sizes=DEMO, progress=log)
+    assert len(log.stages) == demo.num_stages(DEMO)
+    scores = chapter.numbers["scores"]
     assert set(scores) == {*demo.AMORTISED, *demo.LINEARISED, "FFBSi 20"}
     assert json.loads((tmp_path / "numbers.json").read_text())["scores"].keys() == scores.keys()
     for name, score in scores.items():
@@ -223,7 +230,7 @@ def test_the_demo_says_what_it_saw(tmp_path: Path):
         check_page(text.encode(), width, tmp_path)
 
 
-def test_other_settings_do_not_share_stages(tmp_path: Path):
+def test_different_settings_do_not_share_stages(tmp_path: Path):
     def value(seed: int) -> float:
         folder = Folder(tmp_path, {"seed": seed})
         return float(folder.stage("one", lambda: {"value": seed})["value"])
@@ -244,8 +251,8 @@ def fitted(folder: Folder, num_steps: int = 40) -> tuple[rd.FitResult, float]:
 
 
 @pytest.mark.slow
-def test_a_fit_goes_on_and_is_read_back(tmp_path: Path):
-    whole, seconds = fitted(Folder(tmp_path / "whole", {}))
+def test_interrupted_fit_resumes_and_is_read_back(tmp_path: Path):
+    uninterrupted, seconds = fitted(Folder(tmp_path / "whole", {}))
     assert seconds > 0
 
     class Stop(Told):
@@ -257,19 +264,19 @@ def test_a_fit_goes_on_and_is_read_back(tmp_path: Path):
         fitted(Folder(tmp_path / "cut", {}, Stop()))
     again, in_all = fitted(Folder(tmp_path / "cut", {}))
     assert in_all > 0
-    np.testing.assert_array_equal(again.history, whole.history)
+    np.testing.assert_array_equal(again.history, uninterrupted.history)
     assert jax.tree.all(
-        jax.tree.map(lambda a, b: bool(jnp.all(a == b)), again.family, whole.family)
+        jax.tree.map(lambda a, b: bool(jnp.all(a == b)), again.family, uninterrupted.family)
     )
-    told = Told()
-    kept, _ = fitted(Folder(tmp_path / "cut", {}, told))
-    assert told.stages == [("a fit", True)]
-    np.testing.assert_array_equal(kept.history, whole.history)
+    log = Told()
+    resumed, _ = fitted(Folder(tmp_path / "cut", {}, log))
+    assert log.stages == [("a fit", True)]
+    np.testing.assert_array_equal(resumed.history, uninterrupted.history)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
-def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path):
-    folder, told = tmp_path / "f", Told()
+def test_damaged_stage_is_computed_again(damage: str, tmp_path: Path):
+    folder, log = tmp_path / "f", Told()
     Folder(folder, {}).stage("one", lambda: {"value": np.arange(1000.0)})
     Folder(folder, {}).stage("two", lambda: {"value": 2.0})
     (place,) = (folder / "stages").glob("one.*")
@@ -277,10 +284,10 @@ def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path
     if damage == "flipped":
         content[random.Random(3).randrange(len(content))] ^= 0xFF
     place.write_bytes({"cut": content[:-300], "empty": b"", "text": b"no"}.get(damage, content))
-    found = Folder(folder, {}, told).stage("one", lambda: {"value": np.arange(1000.0)})
-    np.testing.assert_array_equal(found["value"], np.arange(1000.0))
-    assert told.stages == [("one", False)]
-    assert "cannot be used" in told.said[0] and "set aside" in told.said[0]
+    value = Folder(folder, {}, log).stage("one", lambda: {"value": np.arange(1000.0)})
+    np.testing.assert_array_equal(value["value"], np.arange(1000.0))
+    assert log.stages == [("one", False)]
+    assert "cannot be used" in log.said[0] and "set aside" in log.said[0]
     assert place.exists() and place.with_name(place.name + ".damaged").exists()
 
     def never() -> dict[str, Any]:
@@ -290,21 +297,21 @@ def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_used_is_set_aside(tmp_path: Path):
-    whole, _ = fitted(Folder(tmp_path, {}))
+def test_unusable_checkpoint_is_ignored(tmp_path: Path):
+    uninterrupted, _ = fitted(Folder(tmp_path, {}))
     for place in (tmp_path / "stages").glob("*.fit*"):
         place.write_bytes(place.read_bytes()[:-50])
-    told = Told()
-    again, _ = fitted(Folder(tmp_path, {}, told))  # the stage itself is still there
-    np.testing.assert_array_equal(again.history, whole.history)
-    assert "cannot be used" in told.said[0]
-    other, _ = fitted(Folder(tmp_path, {}, told), num_steps=20)  # as if of other settings
+    log = Told()
+    again, _ = fitted(Folder(tmp_path, {}, log))  # the stage itself is still there
+    np.testing.assert_array_equal(again.history, uninterrupted.history)
+    assert "cannot be used" in log.said[0]
+    other, _ = fitted(Folder(tmp_path, {}, log), num_steps=20)  # as if of other settings
     assert other.history.shape == (20,)
     for place in (tmp_path / "stages").glob("*.fit*"):
         place.unlink()
-    kept = Told()
-    fitted(Folder(tmp_path, {}, kept), num_steps=20)
-    assert kept.stages == [("a fit", False)]  # computed, and said to be
+    second_log = Told()
+    fitted(Folder(tmp_path, {}, second_log), num_steps=20)
+    assert second_log.stages == [("a fit", False)]  # computed, and said to be
 
 
 FULL = """
@@ -320,7 +327,7 @@ main(["reproduce", "bounds", "--quick", "--out", sys.argv[1]])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [300, 20_000])
-def test_a_disk_that_runs_full_loses_nothing(limit: int, tmp_path: Path):
+def test_full_disk_loses_no_finished_stage(limit: int, tmp_path: Path):
     """Files cannot grow beyond a limit: no stage fits, or no figure does."""
 
     def run(limit: int) -> subprocess.CompletedProcess[str]:
@@ -330,11 +337,11 @@ def test_a_disk_that_runs_full_loses_nothing(limit: int, tmp_path: Path):
     stopped = run(limit)
     assert stopped.returncode == 2 and "Traceback" not in stopped.stderr, stopped.stderr
     assert "File too large" in stopped.stderr and "What was computed is kept" in stopped.stderr
-    kept = [path.name for path in (tmp_path / "bounds" / "stages").glob("*.stage")]
-    assert len(kept) == (0 if limit == 300 else 4)
+    stages = [path.name for path in (tmp_path / "bounds" / "stages").glob("*.stage")]
+    assert len(stages) == (0 if limit == 300 else 4)
     done = run(10**9)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("done before") == len(kept)
+    assert done.stderr.count("done before") == len(stages)
 
 
 def test_float32_is_refused(tmp_path: Path, x32: None):
@@ -357,7 +364,7 @@ main(["reproduce", "linear", "--quick", "--out", sys.argv[1]])
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_with_the_same_numbers(tmp_path: Path):
+def test_killed_experiment_resumes_with_the_same_numbers(tmp_path: Path):
     def start(out: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", CHILD, str(out)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -393,7 +400,7 @@ def test_a_run_that_is_killed_ends_with_the_same_numbers(tmp_path: Path):
 # Tables and pages
 
 
-def test_a_spread_is_printed_with_one_digit_of_its_error():
+def test_spread_is_rounded_to_one_digit_of_its_error():
     assert f"{Spread(0.02551, 0.0008):.3g}" == "0.0255 ±\N{NO-BREAK SPACE}0.0008"
     assert f"{Spread(3.4123, 0.21):x}" == "3.4 ±\N{NO-BREAK SPACE}0.2"
     assert f"{Spread(120.3, 12.0):d}" == "120 ±\N{NO-BREAK SPACE}12"
@@ -413,12 +420,12 @@ def test_a_table_becomes_comma_separated_values():
     assert text == ',"gap, nats","gap, nats, standard error",n\na,1.5,0.1,3\nb,,,4\n'
 
 
-def test_numbers_that_are_none_are_null():
+def test_non_finite_numbers_become_null():
     tree = {"a": np.array([1.0, np.nan]), "b": (np.float64(2), {3: np.inf})}
     assert json.loads(_files.as_json(tree)) == {"a": [1.0, None], "b": [2.0, {"3": None}]}
 
 
-def test_the_same_numbers_give_the_same_figure():
+def test_figures_are_deterministic():
     def picture() -> Any:
         return draw("p", lambda axis: axis.plot([0, 1], [1, 0]))
 
@@ -438,7 +445,7 @@ def report() -> bytes:
     return page("A page", ["Lead."], chapters, "Footer.")
 
 
-def test_a_page_needs_nothing_beside_it(report: bytes):
+def test_page_is_self_contained(report: bytes):
     text = report.decode()
     assert "a &lt; b &amp; c" in text and "Figure &lt;1&gt;" in text
     sources = re.findall(r'(?:src|href)="([^"]*)"', text)
@@ -494,10 +501,10 @@ def check_page(content: bytes, width: int, folder: Path) -> None:
     done = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, timeout=120)
     match = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout)
     assert match, done.stderr[-2000:]
-    found = json.loads(match[1])
-    assert found["width"] == width
-    assert found["page"] <= 0 and max(found["tables"]) <= 0, found
-    assert min(found["images"]) > 0 and all(found["anchors"]) and found["small"] >= 9
+    measured = json.loads(match[1])
+    assert measured["width"] == width
+    assert measured["page"] <= 0 and max(measured["tables"]) <= 0, measured
+    assert min(measured["images"]) > 0 and all(measured["anchors"]) and measured["small"] >= 9
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")

@@ -1,12 +1,14 @@
 """The assimilation family against exact posteriors, a grid, and data with outliers."""
 
+from dataclasses import replace
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from linear_models import random_model
+from linear_models import linear_model, random_model
 
 import retrodict as rd
 from retrodict._numerics.nonsingular_law import _inverse_of_lower
@@ -31,7 +33,7 @@ def walk(emission: rd.AbstractKernel, fn=lambda x: 0.95 * x) -> rd.StateSpaceMod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_looks", [1, 2])
-def test_without_corrections_a_linear_model_has_its_exact_posterior(num_looks: int):
+def test_zero_corrections_give_exact_posterior_of_linear_model(num_looks: int):
     """With dense noise, missing entries and inputs: an expected slope says all of a square."""
     model = random_model(np.random.default_rng(3), 2, 3, 2)
     inputs = np.random.default_rng(4).normal(size=(N, 2))
@@ -64,7 +66,7 @@ def test_an_outlier_is_not_followed():
     np.testing.assert_allclose(got.laws.mean[6], without, atol=0.01)
 
 
-def test_a_predictor_stands_in_for_a_location_that_does_not_move():
+def test_predictor_replaces_uninformative_location():
     """Of a stochastic volatility the location says nothing; its logarithm of the scale does."""
     model = walk(rd.DistributionKernel(lambda x: dist.Normal(0.0 * x, jnp.exp(x / 2))))
     ys = np.array(model.simulate(jax.random.key(1), N)[1])
@@ -82,7 +84,7 @@ def test_a_predictor_stands_in_for_a_location_that_does_not_move():
     assert errors[0] < 0.5 * errors[1]
 
 
-def test_the_model_inside_is_replaced_by_that_of_prepare():
+def test_prepare_replaces_the_model_of_the_family():
     one, two = (random_model(np.random.default_rng(seed), 2, 3, 0) for seed in (3, 4))
     family = rd.AssimilationFamily(jax.random.key(0), one)
     other = family.prepare(two, np.zeros((N, 3)))
@@ -92,7 +94,7 @@ def test_the_model_inside_is_replaced_by_that_of_prepare():
     )
 
 
-def test_fresh_networks_keep_the_rest():
+def test_redraw_changes_only_the_networks():
     family = rd.AssimilationFamily(jax.random.key(0), random_model(np.random.default_rng(3), 1, 1))
     other = family.redraw(jax.random.key(1))
     assert np.any(other.networks[0].layers[0].weight != family.networks[0].layers[0].weight)
@@ -100,7 +102,7 @@ def test_fresh_networks_keep_the_rest():
 
 
 @pytest.mark.usefixtures("untyped")
-def test_models_that_cannot_be_predicted_are_refused():
+def test_unsupported_models_are_refused():
     key, make = jax.random.key(0), rd.AssimilationFamily
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
         make(key, 3)  # pyright: ignore
@@ -108,7 +110,7 @@ def test_models_that_cannot_be_predicted_are_refused():
         make(0, walk(rd.DistributionKernel(dist.Poisson)))  # pyright: ignore
     law = rd.DistributionKernel(lambda x: dist.Laplace(x, 1.0))
     with pytest.raises(TypeError, match="transition with Gaussian noise, got .*DistributionKernel"):
-        make(key, rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), law, law))
+        make(key, replace(linear_model(), transition=law, emission=law))
     joint = rd.DistributionKernel(
         lambda x: dist.MultivariateStudentT(3.0, jnp.concatenate([x, x]), jnp.eye(2))
     )
@@ -117,9 +119,9 @@ def test_models_that_cannot_be_predicted_are_refused():
 
 
 @pytest.mark.parametrize("count", [32, 33, 71])
-def test_factors_of_many_states_are_inverted_by_halves(count: int):
+def test_inverse_of_lower_factor_is_exact(count: int):
     lower = np.tril(np.random.default_rng(count).normal(size=(count, count)))
     lower[np.diag_indices(count)] = 3.0 + np.abs(np.diag(lower))
-    found = _inverse_of_lower(jnp.asarray(lower))
-    np.testing.assert_allclose(found @ lower, np.eye(count), atol=1e-10)
-    assert not np.any(np.triu(found, 1))
+    inverse = _inverse_of_lower(jnp.asarray(lower))
+    np.testing.assert_allclose(inverse @ lower, np.eye(count), atol=1e-10)
+    assert not np.any(np.triu(inverse, 1))

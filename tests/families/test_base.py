@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,9 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 import pytest
-from linear_models import random_model
+from assertions import assert_close
+from linear_models import linear_kernel, linear_model, random_model
+from nonlinear_models import nonlinear_kernel, poisson_emission
 from registry import FAMILIES
 
 import retrodict as rd
@@ -161,8 +163,8 @@ def answer(family: Any, model: rd.StateSpaceModel, rows: Rows) -> Answer:
     def bound(learned: Any) -> tuple[jax.Array, Chain]:
         ys, mask, inputs, length = rows
         chain = infer(eqx.combine(learned, fixed), rows)
-        drawn = isinstance(chain, rd.SampledChain)
-        options = {"estimator": PATHS, "key": jax.random.key(0)} if drawn else {}
+        is_sampled = isinstance(chain, rd.SampledChain)
+        options = {"estimator": PATHS, "key": jax.random.key(0)} if is_sampled else {}
         return rd.elbo(model, chain, ys, mask=mask, inputs=inputs, **options), chain
 
     (value, chain), gradient = jax.value_and_grad(bound, has_aux=True)(learned)
@@ -194,12 +196,6 @@ def answer_of(name: str, size: str, case: str) -> Answer:
     return answer(family_of(name, size), model_of(size), rows)
 
 
-def assert_close(got: Any, expected: Any, tol: float = 1e-12) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=tol, atol=tol)
-
-
 def assert_finite(tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         assert np.all(np.isfinite(leaf)), leaf
@@ -227,7 +223,7 @@ def size(request: pytest.FixtureRequest) -> str:
 
 
 @COSTLY
-def test_a_stream_gives_the_chain_of_the_stored_series(name: str, size: str):
+def test_stream_equals_chain_of_whole_series(name: str, size: str):
     family, rows = family_of(name, size), rows_of(size)["nan"]
     step = eqx.filter_jit(lambda family, state, y, u: family.step(state, y, inputs=u))
     state, factors = family.init(), []
@@ -242,18 +238,18 @@ def test_a_stream_gives_the_chain_of_the_stored_series(name: str, size: str):
 
 
 @EVERY
-def test_the_first_rows_alone_give_the_prefix_of_the_chain(name: str):
+def test_chain_of_first_rows_equals_prefix(name: str):
     """And an array without NaN needs neither mask nor length."""
-    rows, whole = rows_of("d1")["whole"], chains_of(name, "d1")["whole"]
+    rows, full_chain = rows_of("d1")["whole"], chains_of(name, "d1")["whole"]
     alone = family_of(name, "d1").infer(rows.ys[:LENGTH])
     assert alone.length is None
-    prefix = whole.prefix(LENGTH)
+    prefix = full_chain.prefix(LENGTH)
     assert_close((alone.laws, alone.steps), (prefix.laws, prefix.steps))
 
 
 @EVERY
 @D2_IS_SLOW
-def test_a_batch_gives_what_its_series_give_one_by_one(name: str, size: str):
+def test_batch_equals_series_one_by_one(name: str, size: str):
     for case in ("nan", "padded"):
         alone = infer(family_of(name, size), rows_of(size)[case])
         assert_close(alone, chains_of(name, size)[case])
@@ -265,16 +261,16 @@ def test_padding_changes_nothing(name: str, size: str):
 
     A chain that is drawn keeps what its kernels hold there, and a path stays where it ended.
     """
-    padded, whole = chains_of(name, size)["padded"], chains_of(name, size)["nan"]
+    padded, unpadded = chains_of(name, size)["padded"], chains_of(name, size)["nan"]
     np.testing.assert_array_equal(padded.length, LENGTH)
-    assert_close(first(padded.laws, LENGTH), first(whole.laws, LENGTH))
-    assert_close(first(padded.steps, LENGTH - 1), first(whole.steps, LENGTH - 1))
+    assert_close(first(padded.laws, LENGTH), first(unpadded.laws, LENGTH))
+    assert_close(first(padded.steps, LENGTH - 1), first(unpadded.steps, LENGTH - 1))
     for k in range(LENGTH, N):
         assert_close(row(padded.laws, k), row(padded.laws, LENGTH - 1))
     if FAMILIES[name].sampled:
         path = padded.sample(jax.random.key(0), 1)[0]
         np.testing.assert_array_equal(path[LENGTH:], np.stack([path[LENGTH - 1]] * (N - LENGTH)))
-        short = whole.prefix(LENGTH)
+        short = unpadded.prefix(LENGTH)
         np.testing.assert_allclose(padded.log_prob(path), short.log_prob(path[:LENGTH]), rtol=1e-10)
         return
     beyond = jax.tree.map(lambda leaf: np.asarray(leaf[LENGTH - 1 :]), padded.kernels)
@@ -337,7 +333,7 @@ def coordinates_of(family: Any) -> Any:
 
 @COSTLY
 @D2_IS_SLOW
-def test_the_gradient_of_the_bound_is_finite(name: str, size: str):
+def test_elbo_gradient_is_finite(name: str, size: str):
     """With missing rows and padding; it reaches the networks, and leaves the units alone."""
     for case in rows_of(size):
         got = answer_of(name, size, case)
@@ -358,7 +354,7 @@ def test_the_gradient_of_the_bound_is_finite(name: str, size: str):
 
 
 @EVERY
-def test_hidden_values_leave_the_gradient_alone(name: str):
+def test_masked_values_do_not_change_the_gradient(name: str):
     masked, junk = (answer_of(name, "d1", case) for case in ("masked", "masked_junk"))
     jax.tree.map(np.testing.assert_array_equal, masked.gradient, junk.gradient)
 
@@ -387,7 +383,7 @@ def _first_step(family: Any, y: Any, u: Any) -> Any:
 
 
 @EVERY
-def test_a_file_gives_the_family_back_bit_by_bit(name: str, tmp_path: Path):
+def test_saved_family_loads_bit_for_bit(name: str, tmp_path: Path):
     family = family_of(name, "d2-inputs")
     rd.save(tmp_path / "family.rd", family)
     back = rd.load(tmp_path / "family.rd")
@@ -412,19 +408,19 @@ def autoregression(
 ) -> rd.StateSpaceModel:
     """A scalar model with a prior of deviation `state_scale`, stationary unless told otherwise."""
     ratio = float(np.sqrt(1 - weight**2)) if noise is None else noise
-    eye = jnp.eye(1)
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.array([mean]), state_scale * eye),
-        rd.LinearGaussianKernel(
-            weight * eye, jnp.array([(1 - weight) * mean]), state_scale * ratio * eye
-        ),
-        rd.LinearGaussianKernel(obs_scale / state_scale * eye, jnp.zeros(1), 0.5 * obs_scale * eye),
+    return linear_model(
+        mean=mean,
+        prior=state_scale,
+        weight=weight,
+        bias=(1 - weight) * mean,
+        noise=state_scale * ratio,
+        design=obs_scale / state_scale,
+        error=0.5 * obs_scale,
     )
 
 
 def with_drift(drift: Callable[[jax.Array], jax.Array]) -> rd.StateSpaceModel:
-    linear, kernel = autoregression(), rd.NonlinearGaussianKernel(drift, 0.3 * jnp.eye(1))
-    return rd.StateSpaceModel(linear.prior, kernel, linear.emission)
+    return replace(autoregression(), transition=nonlinear_kernel(drift, 0.3))
 
 
 def simulated(model: rd.StateSpaceModel) -> np.ndarray:
@@ -496,8 +492,8 @@ def assert_near_prior(chain: Chain, moments: Any, octaves: float = 1.0) -> None:
     """Means within a prior deviation, and deviations within a factor."""
     mean, std = moments
     if isinstance(chain, rd.SampledChain):
-        found = rd.marginals(chain, estimator=rd.BackwardSampling(256), key=jax.random.key(0))
-        means, stds = found.mean, np.sqrt(found.covariance[:, :, 0])
+        marginals = rd.marginals(chain, estimator=rd.BackwardSampling(256), key=jax.random.key(0))
+        means, stds = marginals.mean, np.sqrt(marginals.covariance[:, :, 0])
     else:
         means, stds = chain.marginals().mean, chain.marginals().std
     assert np.max(np.abs(means - mean) / std) < 1.0
@@ -531,9 +527,7 @@ def test_an_untrained_family_is_near_the_prior_chain(name: str, case: str):
 @functools.cache
 def two_wells() -> tuple[rd.StateSpaceModel, np.ndarray, Moments]:
     """A nonlinear transition, and counts of which a row is missing."""
-    model = with_drift(lambda x: x + 0.3 * jnp.sin(x))
-    counts = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x)))
-    model = rd.StateSpaceModel(model.prior, model.transition, counts)
+    model = replace(with_drift(lambda x: x + 0.3 * jnp.sin(x)), emission=poisson_emission())
     ys = np.array(model.simulate(jax.random.key(9), N)[1])
     ys[2] = np.nan
     return model, ys, prior_moments(model)
@@ -549,7 +543,7 @@ def test_a_nonlinear_transition_is_approximated_by_a_linear_one(name: str):
 
 
 @pytest.mark.slow
-def test_the_bound_of_counts_has_a_finite_gradient():
+def test_elbo_gradient_of_counts_is_finite():
     model, ys, _ = two_wells()
     family = fresh("gated_scale").prepare(model, ys, length=LENGTH)
     rows = Rows(ys, np.ones(ys.shape, bool), None, np.asarray(LENGTH))
@@ -557,7 +551,7 @@ def test_the_bound_of_counts_has_a_finite_gradient():
 
 
 @WITH_NETWORK
-def test_a_transition_that_explodes_leaves_the_start_finite(name: str):
+def test_exploding_transition_leaves_start_finite(name: str):
     """Its paths overflow: nothing of them can be used, and nothing of them is."""
     model = with_drift(lambda x: x + 10.0 * x**3)
     family = fresh(name).prepare(model, np.ones((N, 1)))
@@ -572,9 +566,7 @@ def irregular() -> rd.StateSpaceModel:
         weight = jnp.exp(-0.5 * step)
         return weight[:, None], jnp.zeros(1), rd.Diagonal(jnp.sqrt(1.0 - weight**2))
 
-    linear = autoregression()
-    kernel = rd.VaryingLinearGaussianKernel(over)
-    return rd.StateSpaceModel(linear.prior, kernel, linear.emission)
+    return replace(autoregression(), transition=rd.VaryingLinearGaussianKernel(over))
 
 
 @pytest.mark.parametrize(
@@ -586,16 +578,16 @@ def irregular() -> rd.StateSpaceModel:
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("recurrent_tied", "scan", "mixture")),
     ],
 )
-def test_irregular_time_is_kept_by_the_variational_transition(name: str):
+def test_variational_transition_follows_irregular_time(name: str):
     """With steps from 1e-3 to 1e3, and padding in which the steps are not known."""
     model = irregular()
     steps = np.array([1.0, 1e-3, 0.1, 1.0, 1e3, 0.3, 2.0, 0.5])[:, None]
     ys = np.array(model.simulate(jax.random.key(9), N, inputs=steps)[1])
     moments = prior_moments(model, steps)
     family = FAMILIES[name].make(model, 1, 1, 1)
-    whole = family.prepare(model, ys, inputs=steps)
+    prepared = family.prepare(model, ys, inputs=steps)
     rows = Rows(ys, np.ones(ys.shape, bool), steps, np.asarray(N))
-    assert_near_prior(infer(whole, rows), moments)
+    assert_near_prior(infer(prepared, rows), moments)
     padded = steps.copy()
     padded[LENGTH:] = np.nan
     family = family.prepare(model, ys, inputs=padded, length=LENGTH)
@@ -603,12 +595,9 @@ def test_irregular_time_is_kept_by_the_variational_transition(name: str):
     assert_near_prior(infer(family, rows), moments)
 
 
-def test_inputs_that_drive_the_state_move_the_start():
+def test_untrained_family_follows_inputs_of_the_state():
     """The mean of the prior chain follows a step in the input."""
-    eye = jnp.eye(1)
-    linear = autoregression()
-    driven = rd.LinearGaussianKernel(0.5 * eye, jnp.zeros(1), 0.1 * eye, 2.0 * eye)
-    model = rd.StateSpaceModel(linear.prior, driven, linear.emission)
+    model = replace(autoregression(), transition=linear_kernel(0.5, scale=0.1, input_weight=2.0))
     inputs = np.where(np.arange(N) < N // 2, -1.0, 1.0)[:, None]
     ys = np.array(model.simulate(jax.random.key(9), N, inputs=inputs)[1])
     mean = np.zeros((N, 1))
@@ -621,7 +610,7 @@ def test_inputs_that_drive_the_state_move_the_start():
 
 
 @WITH_NETWORK
-def test_a_batch_is_prepared_as_its_rows_are(name: str):
+def test_prepare_on_batch_equals_prepare_on_rows(name: str):
     """Units come from the rows that exist in any of the series."""
     model, ys, _ = start_of("stationary")
     batch = np.stack([ys, np.full_like(ys, 1e7)])
@@ -657,7 +646,7 @@ def test_redraw_changes_the_weights_and_keeps_the_units(name: str):
     jax.tree.map(np.testing.assert_array_equal, *eqx.filter((other, again), eqx.is_array))
 
 
-def test_a_kalman_family_has_nothing_to_draw_or_to_prepare():
+def test_kalman_family_ignores_redraw_and_prepare():
     family, rows = family_of("kalman", "d1"), rows_of("d1")["whole"]
     assert family.redraw(jax.random.key(1)) is family
     assert family.prepare(model_of("d1"), rows.ys) is family
@@ -666,7 +655,7 @@ def test_a_kalman_family_has_nothing_to_draw_or_to_prepare():
 # --- the Kalman family ----------------------------------------------------------------------------
 
 
-def test_a_kalman_family_is_the_exact_posterior(size: str):
+def test_kalman_family_equals_exact_posterior(size: str):
     model = model_of(size)
     for case in ("whole", "nan", "masked_junk", "padded"):
         ys, mask, inputs, length = rows_of(size)[case]
@@ -683,7 +672,7 @@ def test_a_kalman_family_is_the_exact_posterior(size: str):
         assert_close(spreads[0], spreads[1], 1e-10)
 
 
-def test_a_kalman_family_is_a_copy():
+def test_kalman_family_copies_its_model():
     """No buffer is shared: `fit` may overwrite the one's and keep the other's."""
     model = model_of("d2-inputs")
     family = rd.KalmanFamily(model)
@@ -694,13 +683,13 @@ def test_a_kalman_family_is_a_copy():
 
 def test_a_kalman_family_keeps_what_is_frozen():
     model = autoregression()
-    frozen = rd.StateSpaceModel(rd.Frozen(model.prior), model.transition, model.emission)
+    frozen = replace(model, prior=rd.Frozen(model.prior))
     family = rd.KalmanFamily(frozen)
     assert isinstance(family.model.prior, rd.Frozen)
     assert_close(family.init().law.scale, model.prior.scale_tril)
 
 
-def test_a_kalman_family_of_irregular_time():
+def test_kalman_family_handles_irregular_time():
     model = irregular()
     steps = np.linspace(0.1, 3.0, N)[:, None]
     ys = np.array(model.simulate(jax.random.key(9), N, inputs=steps)[1])
@@ -727,7 +716,7 @@ def test_a_kalman_family_of_irregular_time():
         pytest.param("kalman", "d2-inputs", marks=pytest.mark.slow),
     ],
 )
-def test_the_parallel_form_is_the_sequential_one(name: str, size: str):
+def test_parallel_inference_equals_sequential_inference(name: str, size: str):
     ys, mask, inputs, length = rows_of(size)["padded"]
     family = family_of(name, size)
     got = family.infer(ys, mask=mask, inputs=inputs, length=length, parallel=True)
@@ -735,7 +724,7 @@ def test_the_parallel_form_is_the_sequential_one(name: str, size: str):
 
 
 @pytest.mark.parametrize("name", _marked(n for n, case in FAMILIES.items() if not case.parallel))
-def test_others_say_that_they_have_no_parallel_form(name: str):
+def test_sequential_families_refuse_parallel(name: str):
     with pytest.raises(ValueError, match="Family has no parallel form.* Use parallel=False"):
         family_of(name, "d1").infer(rows_of("d1")["whole"].ys, parallel=True)
 
@@ -828,7 +817,7 @@ MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("case", MISUSE)
 @EVERY
-def test_misuse_is_explained(name: str, case: str):
+def test_misuse_of_a_family_is_refused(name: str, case: str):
     act, kind, message = MISUSE[case]
     with pytest.raises(kind, match="(?s)" + message):
         act(family_of(name, "d2-inputs"))
@@ -836,24 +825,20 @@ def test_misuse_is_explained(name: str, case: str):
 
 @pytest.mark.usefixtures("untyped")
 @EVERY
-def test_inputs_that_nobody_reads_are_refused(name: str):
+def test_unused_inputs_are_refused(name: str):
     family, model = family_of(name, "d1"), model_of("d1")
     with pytest.raises(ValueError, match="inputs must be left out"):
         family.infer(np.zeros((N, 1)), inputs=US)
     with pytest.raises(ValueError, match="inputs must be left out"):
         family.step(family.init(), np.zeros(1), inputs=US[0])
-    driven = rd.StateSpaceModel(
-        model.prior,
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1), jnp.eye(1)),
-        model.emission,
-    )
+    driven = replace(model, transition=linear_kernel(input_weight=1.0))
     with pytest.raises(ValueError, match="input_dim=0, and the model takes inputs"):
         family.prepare(driven, np.zeros((N, 1)), inputs=US[:, :1])
 
 
 @pytest.mark.usefixtures("untyped")
 @WITH_NETWORK
-def test_prepare_explains_what_does_not_fit(name: str):
+def test_prepare_refuses_mismatched_arguments(name: str):
     family, model = family_of(name, "d2-inputs"), model_of("d2-inputs")
     for ys, inputs, options, message in (
         (YS[:, :2], US, {}, "ys must have 3 columns, got 2"),
@@ -873,7 +858,7 @@ def test_prepare_explains_what_does_not_fit(name: str):
 
 @pytest.mark.usefixtures("untyped")
 @WITH_NETWORK
-def test_a_family_is_built_from_counts_and_one_key(name: str):
+def test_constructors_validate_dimensions_and_key(name: str):
     kind: Any = type(fresh(name))
     key = jax.random.key(0)
     for arguments, error, message in (
@@ -896,7 +881,7 @@ def test_a_family_is_built_from_counts_and_one_key(name: str):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_particular_arguments_are_checked():
+def test_constructors_validate_options():
     key, model = jax.random.key(0), autoregression()
     with pytest.raises(ValueError, match="gate 'natural' or 'scale', got 'mean'"):
         rd.GatedFamily(key, 1, 1, gate="mean")  # pyright: ignore
@@ -920,6 +905,5 @@ def test_particular_arguments_are_checked():
         ValueError, match=r"input_dim must be that of the model's inputs \(0\), got 2"
     ):
         rd.KalmanFamily(model, input_dim=2)
-    singular = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.zeros((1, 1)))
     with pytest.raises(ValueError, match="KalmanFamily expects .* with a density"):
-        rd.KalmanFamily(rd.StateSpaceModel(model.prior, singular, model.emission))
+        rd.KalmanFamily(replace(model, transition=linear_kernel(scale=0.0)))

@@ -1,8 +1,8 @@
-"""One line for each thing that every generic test runs over.
+"""Registries of kernels, families and streams, over which generic tests run.
 
-A new kernel is added to `KERNELS`, and the contract tests of `test_kernels.py` run on it; a new
+A new kernel is added to `KERNELS`, and the contract tests of `test_kernel.py` run on it; a new
 family to `FAMILIES`, for those of `families/test_base.py`; a new stream to `STREAMS`, for those of
-`test_streams.py`.
+`test_stream.py`.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ import retrodict as rd
 from retrodict._families import AbstractFactorFamily
 
 INPUT_DIM = 2
-"""The number of inputs of the kernels here that take them."""
+"""Number of inputs of the kernels that take inputs."""
 
 
 class KernelCase(NamedTuple):
-    """A kernel and what the generic tests must know of it.
+    """A kernel, and its properties for the generic tests.
 
     Attributes:
-        make: builds the kernel in the precision that is on when it is called.
-        state_dim: the dimension of what it is given.
-        out_dim: the dimension of what it is a law of.
-        takes_input: whether it reads inputs, `INPUT_DIM` of them.
-        support: where its density lives.
-        masked_by: whether a mask leaves out entries, or whole rows.
+        make: builds the kernel in the current precision.
+        state_dim: the dimension of the state.
+        out_dim: the dimension of a draw.
+        takes_input: whether it takes inputs, `INPUT_DIM` of them.
+        support: the support of its density.
+        masked_by: whether a mask omits entries or whole rows.
     """
 
     make: Callable[[], rd.AbstractKernel]
@@ -41,12 +41,12 @@ class KernelCase(NamedTuple):
 
 
 def tril(dim: int) -> jax.Array:
-    """A well-conditioned lower factor that is not diagonal."""
+    """Return a well-conditioned lower factor that is not diagonal."""
     return 0.7 * jnp.eye(dim) + 0.3 * jnp.tril(jnp.cos(jnp.ones((dim, dim)).cumsum(0)), -1)
 
 
 def weight(out_dim: int, state_dim: int) -> jax.Array:
-    """A matrix without symmetry, of entries between -0.8 and 0.8."""
+    """Return an asymmetric matrix with entries between -0.8 and 0.8."""
     return 0.8 * jnp.sin(1.0 + jnp.arange(out_dim * state_dim)).reshape(out_dim, state_dim)
 
 
@@ -146,14 +146,14 @@ KERNELS: dict[str, KernelCase] = {
         lambda: _of(lambda x: dist.NegativeBinomial2(jnp.exp(x), 3.0)), 1, 1, False, "counts"
     ),
 }
-"""Every kind of kernel, and the distributions that must fit in a `DistributionKernel`."""
+"""All kinds of kernels, and distributions in a `DistributionKernel`."""
 
 
 class FamilyCase(NamedTuple):
-    """A family and what the generic tests must know of it.
+    """A family, and its properties for the generic tests.
 
     Attributes:
-        make: builds it from a linear-Gaussian model with this many states, observations and inputs.
+        make: builds it from a linear-Gaussian model and numbers of states, observations, inputs.
         parallel: whether `infer` has a parallel form.
         has_network: whether it has random weights, and starts from the prior chain of the model
             that `prepare` is given.
@@ -198,15 +198,15 @@ FAMILIES: dict[str, FamilyCase] = {
         holds_model=True,
     ),
 }
-"""Every amortised family, in each of its variants."""
+"""All amortised families, in all variants."""
 
 
 class StreamCase(NamedTuple):
-    """A stream and what the contract tests must know of it.
+    """A stream, and its properties for the contract tests.
 
     Attributes:
         make: builds the stream for a linear-Gaussian model without inputs.
-        tolerance: how far results may depend on chunks of one padded size; 0 for streams that read
+        tolerance: allowed difference between results of different chunks; 0 for streams that read
             rows in a loop.
     """
 
@@ -238,4 +238,4 @@ STREAMS: dict[str, StreamCase] = {
         lambda m: rd.online.OnlineSmoother(m, rd.StateSum(), 8, backward=None)
     ),
 }
-"""Every stream."""
+"""All streams."""

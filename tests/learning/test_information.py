@@ -1,6 +1,7 @@
 """Standard errors of learned parameters: against joint Gaussians, grids and statsmodels."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -67,9 +68,9 @@ def log_density(weight: float, move: float, noise: float, ys: np.ndarray) -> flo
     variances = decay + move**2 * (1.0 - decay) / (1.0 - weight**2)
     gaps = np.abs(times[:, None] - times)
     covariance = weight**gaps * variances[np.minimum.outer(times, times)]
-    seen = ~np.isnan(ys)
-    covariance = (covariance + noise**2 * np.eye(len(ys)))[np.ix_(seen, seen)]
-    fit = ys[seen] @ np.linalg.solve(covariance, ys[seen])
+    observed = ~np.isnan(ys)
+    covariance = (covariance + noise**2 * np.eye(len(ys)))[np.ix_(observed, observed)]
+    fit = ys[observed] @ np.linalg.solve(covariance, ys[observed])
     return -0.5 * (fit + np.linalg.slogdet(2 * np.pi * covariance)[1])
 
 
@@ -90,8 +91,8 @@ def maximum(series: np.ndarray) -> rd.StateSpaceModel:
     """The maximum of the likelihood of both series, by Newton's method."""
     model = level()
     for _ in range(6):
-        found = exact(model, series)
-        theta = found.theta + np.linalg.solve(found.information, found.score)
+        estimate = exact(model, series)
+        theta = estimate.theta + np.linalg.solve(estimate.information, estimate.score)
         model = level(theta[0], softplus(theta[1]), softplus(theta[2]))
     return model
 
@@ -101,13 +102,11 @@ def exact(model: rd.StateSpaceModel, series: np.ndarray, **options: Any) -> rd.P
 
 
 @pytest.fixture(scope="module")
-def found(maximum: rd.StateSpaceModel, series: np.ndarray) -> rd.ParameterErrors:
+def errors(maximum: rd.StateSpaceModel, series: np.ndarray) -> rd.ParameterErrors:
     return exact(maximum, series)
 
 
-def test_the_exact_information_is_that_of_the_joint_gaussian(
-    found: rd.ParameterErrors, series: np.ndarray
-):
+def test_exact_information_equals_joint_gaussian(errors: rd.ParameterErrors, series: np.ndarray):
     def log_evidence(theta: np.ndarray) -> float:
         weight, move, noise = theta[0], softplus(theta[1]), softplus(theta[2])
         return sum(
@@ -115,17 +114,17 @@ def test_the_exact_information_is_that_of_the_joint_gaussian(
             for ys, length in zip(series, LENGTHS, strict=True)
         )
 
-    gradient, hessian = derivatives(log_evidence, found.theta)
-    assert found.method == "exact" and found.status == "fine" and found.messages == ()
-    assert np.max(np.abs(gradient)) < 1e-6 and np.max(np.abs(found.score)) < 1e-6
-    np.testing.assert_allclose(found.information, -hessian, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(found.covariance, np.linalg.inv(-hessian), rtol=1e-6, atol=1e-8)
-    assert not found.information_error.any() and not found.score_error.any()
-    assert found.distance < 1e-6
+    gradient, hessian = derivatives(log_evidence, errors.theta)
+    assert errors.method == "exact" and errors.status == "fine" and errors.messages == ()
+    assert np.max(np.abs(gradient)) < 1e-6 and np.max(np.abs(errors.score)) < 1e-6
+    np.testing.assert_allclose(errors.information, -hessian, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(errors.covariance, np.linalg.inv(-hessian), rtol=1e-6, atol=1e-8)
+    assert not errors.information_error.any() and not errors.score_error.any()
+    assert errors.distance < 1e-6
 
 
-def test_differences_of_gradients_are_second_derivatives(
-    found: rd.ParameterErrors,
+def test_gradient_differences_equal_second_derivatives(
+    errors: rd.ParameterErrors,
     maximum: rd.StateSpaceModel,
     series: np.ndarray,
     monkeypatch: pytest.MonkeyPatch,
@@ -133,44 +132,50 @@ def test_differences_of_gradients_are_second_derivatives(
     """What larger states get on a CPU."""
     monkeypatch.setattr("retrodict._learning.information.exact.UNROLLED", 0)
     differenced = exact(maximum, series)
-    np.testing.assert_allclose(differenced.information, found.information, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(differenced.score, found.score, atol=1e-9)
-    assert np.any(differenced.information != found.information)
+    np.testing.assert_allclose(differenced.information, errors.information, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(differenced.score, errors.score, atol=1e-9)
+    assert np.any(differenced.information != errors.information)
 
 
-def test_coordinates_are_what_fit_moves(found: rd.ParameterErrors, maximum: rd.StateSpaceModel):
-    assert found.names == (
+def test_coordinates_are_the_learned_parameters(
+    errors: rd.ParameterErrors, maximum: rd.StateSpaceModel
+):
+    assert errors.names == (
         "transition.weight[0,0]",
         "transition.scale_tril[0,0]",
         "emission.scale_tril.std[0]",
     )
     plain = rd.unwrap(maximum)
-    assert found.theta[0] == pytest.approx(float(plain.transition.weight[0, 0]))
-    assert softplus(found.theta[1]) == pytest.approx(float(plain.transition.scale_tril[0, 0]))
+    assert errors.theta[0] == pytest.approx(float(plain.transition.weight[0, 0]))
+    assert softplus(errors.theta[1]) == pytest.approx(float(plain.transition.scale_tril[0, 0]))
 
 
-def test_natural_errors_follow_by_the_delta_method(found: rd.ParameterErrors):
-    raw = np.sqrt(np.diagonal(found.covariance))
-    slope = 1.0 / (1.0 + np.exp(-found.theta))
-    errors = found.standard_error
-    np.testing.assert_allclose(errors["transition.weight"], [[raw[0]]], rtol=1e-9)
-    np.testing.assert_allclose(errors["transition.scale_tril"], [[raw[1] * slope[1]]], rtol=1e-9)
-    np.testing.assert_allclose(errors["emission.scale_tril.std"], [raw[2] * slope[2]], rtol=1e-9)
+def test_natural_parameter_errors_follow_the_delta_method(errors: rd.ParameterErrors):
+    raw = np.sqrt(np.diagonal(errors.covariance))
+    slope = 1.0 / (1.0 + np.exp(-errors.theta))
+    standard_errors = errors.standard_error
+    np.testing.assert_allclose(standard_errors["transition.weight"], [[raw[0]]], rtol=1e-9)
+    np.testing.assert_allclose(
+        standard_errors["transition.scale_tril"], [[raw[1] * slope[1]]], rtol=1e-9
+    )
+    np.testing.assert_allclose(
+        standard_errors["emission.scale_tril.std"], [raw[2] * slope[2]], rtol=1e-9
+    )
 
 
-def test_intervals_of_scales_are_made_in_their_logarithm(found: rd.ParameterErrors):
-    raw = np.sqrt(np.diagonal(found.covariance))
-    scale, error = found.value["transition.scale_tril"], found.standard_error
-    for end, sign in ((found.lower, -1), (found.upper, 1)):
+def test_scale_intervals_are_computed_in_logarithms(errors: rd.ParameterErrors):
+    raw = np.sqrt(np.diagonal(errors.covariance))
+    scale, error = errors.value["transition.scale_tril"], errors.standard_error
+    for end, sign in ((errors.lower, -1), (errors.upper, 1)):
         z = sign * 1.959963984540054
         np.testing.assert_allclose(
-            end["transition.weight"], [[found.theta[0] + z * raw[0]]], rtol=1e-9
+            end["transition.weight"], [[errors.theta[0] + z * raw[0]]], rtol=1e-9
         )
         expected = scale * np.exp(z * error["transition.scale_tril"] / scale)
         np.testing.assert_allclose(end["transition.scale_tril"], expected, rtol=1e-9)
 
 
-def test_a_scale_at_zero_has_no_interval_and_the_others_keep_theirs():
+def test_scale_at_zero_has_no_interval():
     """Autoregressions without noise: what is left is least squares, in closed form."""
     keys = jax.random.split(jax.random.key(8), 2)
     ys = np.array(jax.vmap(lambda key: level(0.8, 0.7, 1e-9).simulate(key, num_times=120)[1])(keys))
@@ -180,16 +185,16 @@ def test_a_scale_at_zero_has_no_interval_and_the_others_keep_theirs():
     weight = before @ after / (before @ before)
     move = np.sqrt(np.mean((after - weight * before) ** 2))
     for noise in (1e-4, 1e-150, 1e-300):  # the last two have squares that are none
-        found = exact(level(float(weight), float(move), noise), ys)
-        assert found.status == "at an edge" and "at the edge of zero" in found.messages[0]
-        assert found.at_edge.tolist() == [False, False, True]
-        assert found.identified.tolist() == [True, True, False]
-        errors = found.standard_error
+        result = exact(level(float(weight), float(move), noise), ys)
+        assert result.status == "at an edge" and "at the edge of zero" in result.messages[0]
+        assert result.at_edge.tolist() == [False, False, True]
+        assert result.identified.tolist() == [True, True, False]
+        errors = result.standard_error
         expected = move / np.sqrt(before @ before)
         np.testing.assert_allclose(errors["transition.weight"], expected, rtol=1e-5)
         expected = move / np.sqrt(2 * after.size)
         np.testing.assert_allclose(errors["transition.scale_tril"], expected, rtol=1e-5)
-        for field in (errors, found.lower, found.upper):
+        for field in (errors, result.lower, result.upper):
             assert np.isnan(field["emission.scale_tril.std"]).all()
 
 
@@ -209,7 +214,7 @@ def test_the_interval_of_a_hardly_determined_scale_is_positive():
 
 
 @pytest.mark.slow
-def test_statsmodels_agrees_on_the_nile():
+def test_nile_standard_errors_equal_statsmodels():
     data = pytest.importorskip("statsmodels.datasets").nile.load_pandas().data["volume"].to_numpy()
     structural = pytest.importorskip("statsmodels.tsa.statespace.structural")
     peer = structural.UnobservedComponents(data, "llevel")
@@ -242,25 +247,25 @@ def test_statsmodels_agrees_on_the_nile():
 @pytest.mark.slow
 @pytest.mark.statistical
 def test_louis_identity_agrees_with_the_exact_information(
-    found: rd.ParameterErrors, maximum: rd.StateSpaceModel, series: np.ndarray
+    errors: rd.ParameterErrors, maximum: rd.StateSpaceModel, series: np.ndarray
 ):
     estimate = exact(maximum, series, method="louis", num_particles=200, num_samples=200)
     assert estimate.method == "louis"
     # Nine figures within 5 standard errors from 20 replicates (Student's t with 19 degrees of
     # freedom): a false alarm in 1 of 1,400 seeds.
     upper = np.triu_indices(3)
-    difference = (estimate.information - found.information) / estimate.information_error
+    difference = (estimate.information - errors.information) / estimate.information_error
     assert np.max(np.abs(difference[upper])) < 5
-    assert np.max(np.abs(estimate.score - found.score) / estimate.score_error) < 5
+    assert np.max(np.abs(estimate.score - errors.score) / estimate.score_error) < 5
     # The test has power: the errors are a small share of what is estimated.
-    share = np.diagonal(estimate.information_error) / np.diagonal(found.information)
+    share = np.diagonal(estimate.information_error) / np.diagonal(errors.information)
     assert np.max(share) < 0.3
 
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_replicates_are_drawn_until_what_is_identified_is_told_from_noise(
-    found: rd.ParameterErrors, maximum: rd.StateSpaceModel, series: np.ndarray
+def test_replicates_are_drawn_until_identification_is_clear(
+    errors: rd.ParameterErrors, maximum: rd.StateSpaceModel, series: np.ndarray
 ):
     """Four Monte Carlo standard errors of three quantities: false alarms in one of 5,000."""
     options = {"method": "louis", "num_particles": 200, "num_samples": 100, "num_replicates": 4}
@@ -269,7 +274,7 @@ def test_replicates_are_drawn_until_what_is_identified_is_told_from_noise(
     more = exact(maximum, series, **options, most_replicates=4096)
     # So many replicates may tell the score, as 200 particles give it, from zero.
     assert more.status in ("fine", "not at a maximum")
-    for name, error in found.standard_error.items():
+    for name, error in errors.standard_error.items():
         noise = more.monte_carlo_error[name]
         assert np.all(np.abs(more.standard_error[name] - error) < 4 * noise)
         assert np.all(noise < 0.2 * error)
@@ -277,7 +282,7 @@ def test_replicates_are_drawn_until_what_is_identified_is_told_from_noise(
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_louis_identity_on_weighted_paths_of_a_chain(maximum: rd.StateSpaceModel):
+def test_louis_identity_accepts_weighted_paths(maximum: rd.StateSpaceModel):
     ys = maximum.simulate(jax.random.key(5), num_times=15)[1]
     near = level(0.75, 0.55, 0.75)
     chain = rd.kalman_smoother(near, ys).chain
@@ -307,7 +312,7 @@ def volatility(weight: float, bias: float, scale: float) -> rd.StateSpaceModel:
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_a_nonlinear_model_against_differences_on_a_grid():
+def test_information_of_nonlinear_model_equals_grid_differences():
     ys = volatility(0.8, 0.1, 0.8).simulate(jax.random.key(2), num_times=80)[1]
     theta = np.array([0.8, 0.1, inverse_softplus(0.8)])
     grid = rd.Grid([-9.0], [10.0], 200)
@@ -329,7 +334,7 @@ def test_a_nonlinear_model_against_differences_on_a_grid():
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_intervals_cover():
+def test_standard_errors_match_scatter_of_estimates():
     """Estimates of 200 simulated series scatter as their standard errors say."""
     truth = level(0.7, 0.6, 0.5)
     fixed = eqx.tree_at(
@@ -361,7 +366,7 @@ def test_intervals_cover():
     assert np.std(estimates) == pytest.approx(float(error[0, 0]) * 200**0.5, rel=0.2)
 
 
-def test_replicates_are_not_wasted_on_what_they_cannot_tell():
+def test_hopeless_directions_get_no_more_replicates():
     def hopeless(value: float, most: int) -> bool:
         directions = (np.ones((1, 1)), np.array([value]), np.ones(1))
         return is_hopeless(Inverse(np.eye(1), np.ones(1), *directions), 20, most)
@@ -386,17 +391,17 @@ def product(model: rd.StateSpaceModel) -> jax.Array:
     return plain.emission.weight[0, 0] * plain.transition.scale_tril[0, 0]
 
 
-def test_a_grid_agrees_with_the_exact_information(series: np.ndarray):
+def test_grid_information_equals_exact_information(series: np.ndarray):
     """Of a linear model, of which both are known, with two series of unequal length and a gap."""
     ys = np.array(series[:2, :40])
     ys[0, 5] = np.nan
     model, length, key = level(), np.array([40, 25]), jax.random.key(0)
     exact = rd.parameter_errors(key, model, ys, length=length)
     grid = rd.Grid(np.array([-8.0]), np.array([8.0]), 120)
-    found = rd.parameter_errors(key, model, ys, length=length, grid=grid)
-    assert (found.method, found.status) == ("grid", exact.status)
-    np.testing.assert_allclose(found.information, exact.information, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found.score, exact.score, rtol=1e-6, atol=1e-6)
+    errors = rd.parameter_errors(key, model, ys, length=length, grid=grid)
+    assert (errors.method, errors.status) == ("grid", exact.status)
+    np.testing.assert_allclose(errors.information, exact.information, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(errors.score, exact.score, rtol=1e-6, atol=1e-6)
     for reach in (1.0, 300.0):  # too narrow, and too coarse
         poor = rd.Grid(np.array([-reach]), np.array([reach]), 120)
         with pytest.raises(ValueError, match=r"does not cover the states of the series \[0"):
@@ -408,8 +413,8 @@ def test_a_grid_agrees_with_the_exact_information(series: np.ndarray):
 
 
 @pytest.mark.slow
-def test_a_direction_that_is_not_identified_is_named(found: rd.ParameterErrors, series: np.ndarray):
-    theta, key, ys = found.theta, jax.random.key(0), series[0]
+def test_unidentified_direction_is_named(errors: rd.ParameterErrors, series: np.ndarray):
+    theta, key, ys = errors.theta, jax.random.key(0), series[0]
 
     def with_weight_known(theta: np.ndarray) -> rd.ParameterErrors:
         known = eqx.tree_at(lambda m: m.emission.weight, redundant(theta), replace_fn=rd.Frozen)
@@ -437,7 +442,7 @@ def test_a_direction_that_is_not_identified_is_named(found: rd.ParameterErrors, 
     assert float(of_product.standard_error) == pytest.approx(float(one.standard_error))
 
 
-def test_a_parameter_that_nothing_depends_on_is_not_identified(series: np.ndarray):
+def test_unused_parameter_is_not_identified(series: np.ndarray):
     class Idle(eqx.Module):
         used: jax.Array
         idle: jax.Array
@@ -453,22 +458,22 @@ def test_a_parameter_that_nothing_depends_on_is_not_identified(series: np.ndarra
             rd.VaryingLinearGaussianKernel(Idle(jnp.zeros(1), jnp.zeros(()))),
         ),
     )
-    found = rd.parameter_errors(
+    errors = rd.parameter_errors(
         jax.random.key(0), model, series[0, 10:40], inputs=np.zeros((30, 1))
     )
-    assert found.names == ("emission.fn.used[0]", "emission.fn.idle")
-    assert found.identified.tolist() == [True, False]
-    assert np.isinf(found.standard_error["emission.fn.idle"])
-    assert np.isfinite(found.standard_error["emission.fn.used"]).all()
+    assert errors.names == ("emission.fn.used[0]", "emission.fn.idle")
+    assert errors.identified.tolist() == [True, False]
+    assert np.isinf(errors.standard_error["emission.fn.idle"])
+    assert np.isfinite(errors.standard_error["emission.fn.used"]).all()
 
 
-def test_away_from_a_maximum_it_says_so(found: rd.ParameterErrors, series: np.ndarray):
-    theta = found.theta + np.array([0.5, 0.0, 0.0]) * np.sqrt(np.diagonal(found.covariance))
+def test_status_reports_distance_from_maximum(errors: rd.ParameterErrors, series: np.ndarray):
+    theta = errors.theta + np.array([0.5, 0.0, 0.0]) * np.sqrt(np.diagonal(errors.covariance))
     moved = exact(level(theta[0], softplus(theta[1]), softplus(theta[2])), series)
     assert moved.status == "not at a maximum" and "Newton" in moved.messages[0]
     # In the metric of the information the step back is at least half a standard error long.
-    step = theta - found.theta
-    assert moved.distance == pytest.approx(np.sqrt(step @ found.information @ step), rel=0.3)
+    step = theta - errors.theta
+    assert moved.distance == pytest.approx(np.sqrt(step @ errors.information @ step), rel=0.3)
 
 
 @pytest.mark.slow
@@ -480,32 +485,32 @@ def test_triangular_scales_have_no_coordinates_above_the_diagonal():
         transition=rd.Frozen(rd.LinearGaussianKernel(jnp.eye(2), jnp.zeros(2), jnp.eye(2))),
         emission=rd.NonlinearGaussianKernel(jnp.sin, jnp.eye(2)),
     )
-    found = rd.parameter_errors(
+    errors = rd.parameter_errors(
         jax.random.key(0), model, ys, num_particles=20, num_samples=20, num_replicates=4
     )
-    assert found.names == tuple(f"emission.scale_tril[{i}]" for i in ("0,0", "1,0", "1,1"))
-    assert found.value["emission.scale_tril"].shape == (2, 2)
-    assert found.standard_error["emission.scale_tril"][0, 1] == 0
+    assert errors.names == tuple(f"emission.scale_tril[{i}]" for i in ("0,0", "1,0", "1,1"))
+    assert errors.value["emission.scale_tril"].shape == (2, 2)
+    assert errors.standard_error["emission.scale_tril"][0, 1] == 0
 
 
 @pytest.mark.slow
-def test_single_precision(x32: None):
+def test_parameter_errors_in_float32_are_accurate(x32: None):
     ys = jnp.asarray(np.random.default_rng(0).normal(size=(30, 1)), jnp.float32)
-    found = rd.parameter_errors(jax.random.key(0), level(), ys)
-    assert np.all(np.isfinite(found.information))
-    assert found.standard_error["transition.weight"].dtype == np.float32
+    errors = rd.parameter_errors(jax.random.key(0), level(), ys)
+    assert np.all(np.isfinite(errors.information))
+    assert errors.standard_error["transition.weight"].dtype == np.float32
 
 
-def test_what_is_refused(untyped: None):
+def test_parameter_errors_refuses_bad_arguments(untyped: None):
     key, ys = jax.random.key(0), np.zeros((5, 1))
     model = level()
-    frozen = rd.StateSpaceModel(model.prior, rd.Frozen(model.transition), rd.Frozen(model.emission))
+    frozen = replace(
+        model, transition=rd.Frozen(model.transition), emission=rd.Frozen(model.emission)
+    )
     with pytest.raises(ValueError, match="every floating array is Frozen"):
         rd.parameter_errors(key, frozen, ys)
     network = eqx.nn.MLP(1, 1, 80, 1, key=key)
-    large = rd.StateSpaceModel(
-        model.prior, model.transition, rd.NonlinearGaussianKernel(network, jnp.eye(1))
-    )
+    large = replace(model, emission=rd.NonlinearGaussianKernel(network, jnp.eye(1)))
     with pytest.raises(ValueError, match="at most 200 parameters, got a model with 244"):
         rd.parameter_errors(key, large, ys)
     with pytest.raises(ValueError, match="level between 0 and 1"):

@@ -1,6 +1,7 @@
 """The ELBO in segments is the ELBO, and its gradient needs less memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import pytest
 from fit_options import fit_options
 from jaxtyping import Array
 from linear_models import random_mask, random_model
+from nonlinear_models import nonlinear_kernel
 from registry import FAMILIES
 
 import retrodict as rd
@@ -28,8 +30,7 @@ LENGTHS = np.array([13, 12, 9, 6, 5, 2, 1])
 
 
 def through_tanh(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
-    emission = rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.3 * jnp.ones(2)))
-    return rd.StateSpaceModel(model.prior, model.transition, emission)
+    return replace(model, emission=nonlinear_kernel(jnp.tanh, 0.3, 2))
 
 
 def batch_of(rng: np.random.Generator, inputs: int = 0, lengths: Any = LENGTHS) -> Series:
@@ -55,7 +56,7 @@ def both_ways(
     """The bounds of all series and the gradient of their sum, with all rows and in segments."""
     parameters, fixed = eqx.partition((family, model), eqx.is_inexact_array)
 
-    def whole(family: Any, model: Any, series: Series) -> Estimate:
+    def at_once(family: Any, model: Any, series: Series) -> Estimate:
         return elbo_of_series(model, infer_series(family, series), series, estimator, None)
 
     def cut(family: Any, model: Any, series: Series) -> Estimate:
@@ -70,22 +71,22 @@ def both_ways(
 
         return run
 
-    found = []
-    for way in (whole, cut):
+    results = []
+    for way in (at_once, cut):
         run = jax.jit(jax.value_and_grad(total(way), has_aux=True))
         (_, values), gradient = run(parameters)
-        found.append((values, gradient))
-    return found
+        results.append((values, gradient))
+    return results
 
 
-def assert_same(found: list[tuple[Array, Any]]) -> None:
-    (values, gradient), (cut_values, cut_gradient) = found
+def assert_same(results: list[tuple[Array, Any]]) -> None:
+    (values, gradient), (cut_values, cut_gradient) = results
     np.testing.assert_allclose(cut_values, values, rtol=1e-12, atol=1e-10)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(cut_gradient), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-9)
 
 
-def test_segments_of_series_of_any_length_give_the_bound_and_its_gradient():
+def test_segments_give_exact_elbo_and_gradient_for_any_length():
     rng = np.random.default_rng(0)
     family = rd.ConjugateFamily(jax.random.key(0), 1, 2, width=3, depth=1)
     assert_same(both_ways(family, random_model(rng, 1, 2), batch_of(rng), rd.ClosedForm()))
@@ -93,7 +94,7 @@ def test_segments_of_series_of_any_length_give_the_bound_and_its_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in FAMILIES.items() if not case.sampled])
-def test_segments_of_every_family_whose_chains_have_moments(name: str):
+def test_segments_are_exact_for_every_family_with_closed_form(name: str):
     rng = np.random.default_rng(1)
     model = random_model(rng, 2, 2, 1)
     family = FAMILIES[name].make(model, 2, 2, 1)
@@ -102,13 +103,13 @@ def test_segments_of_every_family_whose_chains_have_moments(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("segment", [1, 5, 12, 40])
-def test_segments_of_any_size_by_quadrature(segment: int):
+def test_segments_of_any_size_are_exact_by_quadrature(segment: int):
     rng = np.random.default_rng(2)
     model = random_model(rng, 2, 2)
-    found = both_ways(
+    results = both_ways(
         rd.KalmanFamily(model), through_tanh(model), batch_of(rng), rd.Quadrature(4), segment
     )
-    assert_same(found)
+    assert_same(results)
 
 
 def test_a_segment_is_not_longer_than_the_series():
@@ -119,7 +120,9 @@ def test_a_segment_is_not_longer_than_the_series():
     assert cut.rows.y.shape == (1, N - 1, 2)
 
 
-def drawn(family: Any, model: Any, batch: Series, estimator: Any) -> Callable[..., Estimate]:
+def sampled_in_segments(
+    family: Any, model: Any, batch: Series, estimator: Any
+) -> Callable[..., Estimate]:
     """The bounds of all series in segments, from the parameters of the family."""
 
     def run(family: Any) -> Estimate:
@@ -134,7 +137,7 @@ def drawn(family: Any, model: Any, batch: Series, estimator: Any) -> Callable[..
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", ["antithetic", "independent"])
-def test_each_path_through_all_segments_gives_the_evidence_under_the_posterior(noise: Any):
+def test_paths_through_segments_give_the_log_evidence(noise: Any):
     """And without the score no path has a gradient in the family."""
     rng = np.random.default_rng(4)
     model, batch = random_model(rng, 1, 2), batch_of(rng)
@@ -143,12 +146,12 @@ def test_each_path_through_all_segments_gives_the_evidence_under_the_posterior(n
     )(batch)
     estimator = rd.BackwardSampling(4, noise=noise, stop_score=True)
     family = rd.unwrap(rd.KalmanFamily(model))
-    run = drawn(family, model, batch, estimator)
+    run = sampled_in_segments(family, model, batch, estimator)
     slope = eqx.filter_grad(lambda family: jnp.sum(run(family).value))
 
-    found, gradient = eqx.filter_jit(lambda family: (run(family), slope(family)))(family)
-    np.testing.assert_allclose(found.value, exact, rtol=1e-10)
-    np.testing.assert_allclose(found.standard_error, 0.0, atol=1e-10)
+    bounds, gradient = eqx.filter_jit(lambda family: (run(family), slope(family)))(family)
+    np.testing.assert_allclose(bounds.value, exact, rtol=1e-10)
+    np.testing.assert_allclose(bounds.standard_error, 0.0, atol=1e-10)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)) < 1e-8
 
 
@@ -161,18 +164,18 @@ def test_each_path_through_all_segments_gives_the_evidence_under_the_posterior(n
         ("recurrent_free", rd.RaoBlackwellised(4000)),
     ],
 )
-def test_what_is_drawn_in_segments_has_the_mean_of_what_is_drawn_at_once(name: str, estimator: Any):
+def test_segmented_draws_have_the_mean_of_joint_draws(name: str, estimator: Any):
     """Seven series of each case, |z| < 4: a false alarm in 2,000 by chance, with fixed seeds."""
     rng = np.random.default_rng(5)
     linear, batch = random_model(rng, 2, 2), batch_of(rng)
     family, model = rd.unwrap(FAMILIES[name].make(linear, 2, 2, 0)), through_tanh(linear)
-    cut = eqx.filter_jit(drawn(family, model, batch, estimator))(family)
+    cut = eqx.filter_jit(sampled_in_segments(family, model, batch, estimator))(family)
 
     @eqx.filter_jit
-    def whole(series: Series, key: Any) -> Estimate:
+    def unsegmented(series: Series, key: Any) -> Estimate:
         return elbo_of_series(model, infer_series(family, series), series, estimator, key)
 
-    at_once = jax.vmap(whole)(batch, jax.random.split(jax.random.key(6), len(LENGTHS)))
+    at_once = jax.vmap(unsegmented)(batch, jax.random.split(jax.random.key(6), len(LENGTHS)))
     error = jnp.sqrt(cut.standard_error**2 + at_once.standard_error**2)
     assert float(jnp.max(jnp.abs(cut.value - at_once.value) / error)) < 4.0
 
@@ -211,7 +214,7 @@ FIT: dict[str, Any] = {"num_steps": 10, "chunk_size": 5, "batch_size": 3, "progr
 
 
 @pytest.mark.slow
-def test_a_fit_that_reads_again_ends_with_the_same_parameters():
+def test_rereading_fit_ends_with_the_same_parameters():
     rng = np.random.default_rng(7)
     model, ys = random_model(rng, 1, 2), rng.normal(size=(4, 10, 2))
     family = rd.ConjugateFamily(jax.random.key(0), 1, 2, width=3, depth=1)
@@ -226,7 +229,7 @@ def test_a_fit_that_reads_again_ends_with_the_same_parameters():
 
 
 @pytest.mark.slow
-def test_windows_that_are_read_again_are_the_same_windows():
+def test_reread_windows_are_the_same_windows():
     rng = np.random.default_rng(8)
     model, ys = random_model(rng, 1, 2), rng.normal(size=(2, 60, 2))
     ys[1, 7:20] = np.nan

@@ -23,37 +23,37 @@ def local_level() -> rd.StateSpaceModel:
 @pytest.fixture(scope="module")
 def ys() -> np.ndarray:
     keys = jax.random.split(KEY, 5)
-    drawn = np.array(jax.vmap(lambda key: local_level().simulate(key, 12)[1])(keys))
-    drawn[1, 4] = np.nan
-    return drawn
+    draws = np.array(jax.vmap(lambda key: local_level().simulate(key, 12)[1])(keys))
+    draws[1, 4] = np.nan
+    return draws
 
 
 LENGTH = np.array([12, 12, 7, 9, 3])
 
 
-def test_one_process_alone_has_all_series() -> None:
+def test_single_process_owns_all_series() -> None:
     assert rd.distributed.process_slice(7) == slice(0, 7)
     assert all_gather_object({"a": [1, None]}) == [{"a": [1, None]}]
     assert by_all(lambda: 3) == 3
     np.testing.assert_array_equal(sum_over_processes(np.arange(3.0)), np.arange(3.0))
 
 
-def test_what_is_learned_from_shared_series_is_what_all_of_them_teach(ys: np.ndarray) -> None:
+def test_fit_on_shared_series_uses_all_series(ys: np.ndarray) -> None:
     shared = rd.data.SharedSeries(ys, length=LENGTH)
     assert repr(shared) == "SharedSeries(5 series, 12 rows, 1 columns; 5 local)"
-    found, whole = (
-        rd.fit_evidence(KEY, local_level(), given, num_steps=3, progress=False, length=length)
-        for given, length in ((shared, None), (ys, LENGTH))
+    shared_fit, full_fit = (
+        rd.fit_evidence(KEY, local_level(), series, num_steps=3, progress=False, length=length)
+        for series, length in ((shared, None), (ys, LENGTH))
     )
-    assert found.log_evidence == whole.log_evidence
+    assert shared_fit.log_evidence == full_fit.log_evidence
     errors, by_all_series = (
-        rd.parameter_errors(KEY, found.model, given, length=length)
-        for given, length in ((shared, None), (ys, LENGTH))
+        rd.parameter_errors(KEY, shared_fit.model, series, length=length)
+        for series, length in ((shared, None), (ys, LENGTH))
     )
     np.testing.assert_array_equal(errors.information, by_all_series.information)
 
 
-def test_shared_series_that_do_not_fit_are_refused(ys: np.ndarray) -> None:
+def test_mismatched_shared_series_are_refused(ys: np.ndarray) -> None:
     shared = rd.data.SharedSeries(ys)
     with pytest.raises(
         ValueError, match=r"expects ys of shape \(local, time, obs\), got \(12, 1\)"

@@ -1,6 +1,6 @@
 """Linearised smoothers: exact on linear models, textbook on others, and honest where lost."""
 
-import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from linear_models import random_mask, random_model
+from assertions import raises_with
+from linear_models import (
+    linear_kernel,
+    linear_model,
+    linear_transition_model,
+    random_mask,
+    random_model,
+)
+from nonlinear_models import hide_linearity, nonlinear_kernel, paper_model
 
 import retrodict as rd
 from retrodict._linearised import LinearisedPosterior, moments, posterior, recursion, rules
@@ -34,23 +42,6 @@ RULES = [
 ]
 
 
-def disguised(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
-    """The same linear model, written so that the library cannot know that it is linear."""
-
-    def hidden(kernel: Any) -> rd.NonlinearGaussianKernel:
-        if kernel.takes_input:
-            return rd.NonlinearGaussianKernel(
-                lambda x, u: kernel.law(x, u).mean, kernel.scale_tril, takes_input=True
-            )
-        return rd.NonlinearGaussianKernel(lambda x: kernel.law(x).mean, kernel.scale_tril)
-
-    return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))
-
-
-def walk(weight: float, scale: float) -> rd.LinearGaussianKernel:
-    return rd.LinearGaussianKernel(weight * jnp.eye(1), jnp.zeros(1), scale * jnp.eye(1))
-
-
 def scalar_model(
     emission: Any,
     noise: float = 1.0,
@@ -61,9 +52,8 @@ def scalar_model(
 ) -> rd.StateSpaceModel:
     """One state dimension, a linear transition, and an emission from a kernel or a function."""
     if not isinstance(emission, rd.AbstractKernel):
-        emission = rd.NonlinearGaussianKernel(emission, rd.Diagonal(noise * jnp.ones(1)))
-    law = rd.Gaussian(jnp.zeros(1), prior * jnp.eye(1))
-    return rd.StateSpaceModel(law, walk(weight, scale), emission)
+        emission = nonlinear_kernel(emission, noise)
+    return linear_transition_model(emission, prior=prior, weight=weight, noise=scale)
 
 
 SQUARE = scalar_model(jnp.square, 0.1, prior=0.64, weight=0.95, scale=0.2)
@@ -103,21 +93,17 @@ def followed(swing: np.ndarray) -> dict[str, LinearisedPosterior]:
     }
 
 
-def refused(kind: type[Exception], *phrases: str) -> Any:
-    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(phrase) for phrase in phrases))
-
-
 # --- linear models: the exact posterior, whatever the rule ----------------------------------------
 
 
 def assert_same_chain(ours: rd.LinearGaussianChain, exact: rd.LinearGaussianChain) -> None:
     for name in ("mean", "covariance"):
-        found, expected = getattr(ours.laws, name), getattr(exact.laws, name)
-        np.testing.assert_allclose(found, expected, atol=1e-10)
+        actual, expected = getattr(ours.laws, name), getattr(exact.laws, name)
+        np.testing.assert_allclose(actual, expected, atol=1e-10)
     # Filtering laws and kernels are all there is to a chain.
     for name in ("weight", "bias", "scale_tril"):
-        found, expected = getattr(ours.kernels, name), getattr(exact.kernels, name)
-        np.testing.assert_allclose(found, expected, atol=1e-10)
+        actual, expected = getattr(ours.kernels, name), getattr(exact.kernels, name)
+        np.testing.assert_allclose(actual, expected, atol=1e-10)
 
 
 def slow(*values: Any) -> Any:
@@ -148,39 +134,39 @@ def test_linear_models_are_smoothed_exactly(state, obs, method):
     _, ys = model.simulate(jax.random.key(0), 9, inputs=inputs)
     options: Any = dict(mask=random_mask(rng, 9, obs, 0.7), inputs=inputs, length=7)
     exact = rd.kalman_smoother(model, ys, **options)
-    found = METHODS[method](disguised(model), ys, **options)
-    assert_same_chain(found.chain, exact.chain)
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-10)
-    assert found.status == "ok"
-    assert float(jnp.max(found.diagnostics.missed)) < 1e-10
-    assert np.all(np.asarray(found.changes) < 1e-10)
+    posterior = METHODS[method](hide_linearity(model), ys, **options)
+    assert_same_chain(posterior.chain, exact.chain)
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-10)
+    assert posterior.status == "ok"
+    assert float(jnp.max(posterior.diagnostics.missed)) < 1e-10
+    assert np.all(np.asarray(posterior.changes) < 1e-10)
 
 
-def test_linear_kernels_are_taken_as_they_are_and_never_lost():
+def test_linear_kernels_are_used_exactly_and_never_lost():
     # Data that the model cannot have made: the innovations say so, and the posterior is exact.
-    model = scalar_model(walk(1.0, 0.1))
+    model = scalar_model(linear_kernel(scale=0.1))
     ys = 100.0 + np.zeros((9, 1))
     exact = rd.kalman_smoother(model, ys)
-    found = rd.extended_smoother(model, ys)
-    assert_same_chain(found.chain, exact.chain)
-    assert float(jnp.max(found.diagnostics.surprise)) > 4.0
-    assert found.status == "ok" and not bool(found.lost)
-    assert found.check() is found
+    posterior = rd.extended_smoother(model, ys)
+    assert_same_chain(posterior.chain, exact.chain)
+    assert float(jnp.max(posterior.diagnostics.surprise)) > 4.0
+    assert posterior.status == "ok" and not bool(posterior.lost)
+    assert posterior.check() is posterior
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["extended", "unscented"])
-def test_singular_noise_and_prior(method):
+def test_singular_noise_and_prior_are_smoothed_exactly(method):
     model = random_model(np.random.default_rng(3), 2, 1, singular=True)
     known = jnp.zeros((2, 2)).at[-1, -1].set(1.0)
     model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
     _, ys = model.simulate(jax.random.key(0), 6)
     exact = rd.kalman_smoother(model, ys)
-    found = METHODS[method](disguised(model), ys)
+    posterior = METHODS[method](hide_linearity(model), ys)
     np.testing.assert_allclose(
-        found.chain.marginals().covariance, exact.chain.marginals().covariance, atol=1e-10
+        posterior.chain.marginals().covariance, exact.chain.marginals().covariance, atol=1e-10
     )
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
 
 
 # --- nonlinear models: the textbook, in numpy -----------------------------------------------------
@@ -204,12 +190,12 @@ def textbook(ys: np.ndarray, linearise_move: Any, linearise_seen: Any) -> tuple:
             moved, inner, cross = linearise_move(mean, spread)
             predicted.append((moved, inner + noise, cross))
             mean, spread = moved, inner + noise
-        seen = ~np.isnan(y)
-        if seen.any():
+        observed = ~np.isnan(y)
+        if observed.any():
             expected, inner, cross = linearise_seen(mean, spread)
-            total = (inner + error)[np.ix_(seen, seen)]
-            gain = np.linalg.solve(total, cross[:, seen].T).T
-            innovation = (y - expected)[seen]
+            total = (inner + error)[np.ix_(observed, observed)]
+            gain = np.linalg.solve(total, cross[:, observed].T).T
+            innovation = (y - expected)[observed]
             log_evidence -= 0.5 * (
                 innovation @ np.linalg.solve(total, innovation)
                 + np.linalg.slogdet(2 * np.pi * total)[1]
@@ -260,15 +246,15 @@ def by_unscented_transform(fn: Any, alpha: float, beta: float, kappa: float) -> 
     return linearise
 
 
-def assert_textbook(found: LinearisedPosterior, expected: tuple) -> None:
-    marginals = found.chain.marginals()
+def assert_textbook(posterior: LinearisedPosterior, expected: tuple) -> None:
+    marginals = posterior.chain.marginals()
     np.testing.assert_allclose(marginals.mean, expected[0], atol=1e-9)
     np.testing.assert_allclose(marginals.covariance, expected[1], atol=1e-9)
-    assert float(found.log_evidence) == pytest.approx(expected[2], abs=1e-8)
-    assert float(jnp.sum(found.log_evidence_increments)) == pytest.approx(expected[2], abs=1e-8)
+    assert float(posterior.log_evidence) == pytest.approx(expected[2], abs=1e-8)
+    assert float(jnp.sum(posterior.log_evidence_increments)) == pytest.approx(expected[2], abs=1e-8)
 
 
-def test_extended_is_the_textbook(swing, followed):
+def test_extended_smoother_equals_textbook_recursion(swing, followed):
     expected = textbook(swing, by_jacobian(pendulum_mean), by_jacobian(pendulum_seen))
     assert_textbook(followed["extended"], expected)
 
@@ -276,24 +262,26 @@ def test_extended_is_the_textbook(swing, followed):
 @pytest.mark.parametrize(
     "parameters", [(1.0, 0.0, 1.0), slow((3**0.5, 2.0, 1.0)), slow((0.1, 2.0, 0.0))], ids=str
 )
-def test_unscented_is_the_textbook(swing, followed, parameters):
+def test_unscented_smoother_equals_textbook_recursion(swing, followed, parameters):
     transform = partial(by_unscented_transform, alpha=parameters[0])
     expected = textbook(
         swing,
         transform(pendulum_mean, beta=parameters[1], kappa=parameters[2]),
         transform(pendulum_seen, beta=parameters[1], kappa=parameters[2]),
     )
-    found = followed["unscented"]  # in two dimensions, the first of the parameters are the default
+    posterior = followed[
+        "unscented"
+    ]  # in two dimensions, the first of the parameters are the default
     if parameters != (1.0, 0.0, 1.0):
-        found = rd.unscented_smoother(PENDULUM, swing, rule=rd.Unscented(*parameters))
-    assert_textbook(found, expected)
+        posterior = rd.unscented_smoother(PENDULUM, swing, rule=rd.Unscented(*parameters))
+    assert_textbook(posterior, expected)
 
 
-def test_a_prefix_is_the_posterior_of_fewer_rows(swing, followed):
+def test_prefix_equals_posterior_of_fewer_rows(swing, followed):
     fewer = swing.copy()
     fewer[12:] = np.nan
-    found = rd.extended_smoother(PENDULUM, fewer).chain.prefix(12)
-    assert_same_chain(found, followed["extended"].chain.prefix(12))
+    posterior = rd.extended_smoother(PENDULUM, fewer).chain.prefix(12)
+    assert_same_chain(posterior, followed["extended"].chain.prefix(12))
 
 
 def wave(x: Any) -> Any:
@@ -302,8 +290,8 @@ def wave(x: Any) -> Any:
 
 WAVES = rd.StateSpaceModel(
     rd.Gaussian(jnp.ones(1), jnp.eye(1)),
-    rd.NonlinearGaussianKernel(wave, rd.Diagonal(jnp.array([0.3]))),
-    rd.NonlinearGaussianKernel(lambda x: x + 0.2 * x**2, rd.Diagonal(jnp.array([0.5]))),
+    nonlinear_kernel(wave, 0.3),
+    nonlinear_kernel(lambda x: x + 0.2 * x**2, 0.5),
 )
 
 
@@ -313,18 +301,18 @@ def test_iterated_extended_finds_the_most_probable_path(model):
     ys = np.array(model.simulate(jax.random.key(3), 30)[1])
     ys[4, 0] = ys[9] = np.nan
     smooth = partial(rd.iterated_smoother, model, ys, rule=rd.Taylor(), num_iterations=40)
-    found = smooth()
+    posterior = smooth()
     # Gauss-Newton: at its fixed point the gradient of the log-joint is zero.
-    path = found.chain.marginals()
+    path = posterior.chain.marginals()
     slope = jax.jit(jax.grad(lambda xs: model.log_joint(xs, ys)))
     assert float(jnp.max(jnp.abs(slope(path.mean) * path.std))) < 1e-8
-    assert found.changes.shape == (40,)
-    assert float(found.changes[0]) > 1e-2 and float(found.changes[-1]) < 1e-8
-    assert found.status == "ok"
+    assert posterior.changes.shape == (40,)
+    assert float(posterior.changes[0]) > 1e-2 and float(posterior.changes[-1]) < 1e-8
+    assert posterior.status == "ok"
     # Held back, it does not get there, and says so.
     short = smooth(damping=0.999)
     assert short.status == "not converged" and not bool(short.lost)
-    with refused(ValueError, "last of 40 iterations", "num_iterations", "damping"):
+    with raises_with(ValueError, "last of 40 iterations", "num_iterations", "damping"):
         short.check()
 
 
@@ -352,11 +340,11 @@ def dense_grid(model: Any, ys: Any, lower: float, upper: float) -> tuple:
     move = np.exp(-0.5 * ((xs[None, :] - weight * xs[:, None]) / scale) ** 2)
     move *= (xs[1] - xs[0]) / (scale * np.sqrt(2 * np.pi))
     density = jax.jit(jax.vmap(jax.vmap(model.emission.log_prob, (0, None)), (None, 0)))
-    seen = np.nan_to_num(np.asarray(density(xs[:, None], jnp.nan_to_num(ys))))
-    seen[np.isnan(np.asarray(ys))[:, 0]] = 0.0
+    log_likelihood = np.nan_to_num(np.asarray(density(xs[:, None], jnp.nan_to_num(ys))))
+    log_likelihood[np.isnan(np.asarray(ys))[:, 0]] = 0.0
     law = np.exp(-0.5 * (xs / float(model.prior.scale_tril[0, 0])) ** 2)
     law, filtered, log_evidence = law / law.sum(), [], 0.0
-    for k, row in enumerate(seen):
+    for k, row in enumerate(log_likelihood):
         law = (law @ move if k else law) * np.exp(row)
         log_evidence += np.log(law.sum())
         law = law / law.sum()
@@ -370,17 +358,17 @@ def dense_grid(model: Any, ys: Any, lower: float, upper: float) -> tuple:
 
 
 @pytest.mark.slow
-def test_counts_through_conditional_moments():
+def test_counts_are_linearised_by_conditional_moments():
     counts = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(1.0 + x)))
     model = scalar_model(counts, prior=0.5, weight=0.95, scale=0.2)
     ys = model.simulate(jax.random.key(0), 40)[1].at[7].set(jnp.nan)
     mean, std, log_evidence = dense_grid(model, ys, -4.0, 4.0)
-    found = rd.iterated_smoother(model, ys)
-    marginals = found.chain.marginals()
+    posterior = rd.iterated_smoother(model, ys)
+    marginals = posterior.chain.marginals()
     assert np.max(np.abs(marginals.mean[:, 0] - mean) / std) < 0.03
     np.testing.assert_allclose(marginals.std[:, 0], std, rtol=0.01)
-    assert float(found.log_evidence) == pytest.approx(log_evidence, abs=1.0)
-    assert found.status == "ok"
+    assert float(posterior.log_evidence) == pytest.approx(log_evidence, abs=1.0)
+    assert posterior.status == "ok"
 
 
 class Widening(rd.AbstractGaussianKernel):
@@ -393,16 +381,16 @@ class Widening(rd.AbstractGaussianKernel):
 
 
 @pytest.mark.slow
-def test_noise_that_depends_on_the_state_is_averaged():
+def test_state_dependent_noise_is_averaged():
     model = scalar_model(Widening(), prior=0.5)
     y = jnp.array([[0.7]])
-    found = rd.unscented_smoother(model, y, rule=rd.GaussHermite(7))
+    posterior = rd.unscented_smoother(model, y, rule=rd.GaussHermite(7))
     # x ~ N(0, 1/4): E (0.1 + 0.2 x²)² = 0.01 + 0.04/4 + 0.04 · 3/16.
     total = 4 * 0.25 + 0.01 + 0.04 * 0.25 + 0.04 * 3 * 0.25**2
-    assert float(found.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / total, abs=1e-12)
+    assert float(posterior.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / total, abs=1e-12)
     expanded = rd.extended_smoother(model, y)
     assert float(expanded.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / 1.01, abs=1e-12)
-    with refused(ValueError, "Unscented(alpha=0.1", "lose definiteness", "positive"):
+    with raises_with(ValueError, "Unscented(alpha=0.1", "lose definiteness", "positive"):
         rd.unscented_smoother(model, y, rule=rd.Unscented(0.1, 2.0, 0.0))
 
 
@@ -420,28 +408,28 @@ COVARIANCE = jnp.array([[0.3, 0.1], [0.1, 0.2]])
     ],
     ids=["dense", "heavy tails", "entries", "event", "gaussian"],
 )
-def test_moments_of_laws(law, covariance):
-    found = moments.law_moments(law, jnp.dtype("float64"))
-    np.testing.assert_allclose(found.mean, jnp.ones(2), atol=1e-12)
-    np.testing.assert_allclose(square(found.scale), covariance, atol=1e-12)
+def test_conditional_moments_equal_those_of_the_distribution(law, covariance):
+    actual = moments.law_moments(law, jnp.dtype("float64"))
+    np.testing.assert_allclose(actual.mean, jnp.ones(2), atol=1e-12)
+    np.testing.assert_allclose(square(actual.scale), covariance, atol=1e-12)
 
 
 @pytest.mark.slow
-def test_a_law_with_one_density_for_a_row_is_left_out_whole():
+def test_row_with_joint_density_is_masked_as_a_whole():
     # Also: laws of numpyro as prior and emission, at once.
     joint = rd.DistributionKernel(lambda x: dist.MultivariateNormal(jnp.tile(x, 2), COVARIANCE))
     prior = dist.Normal(jnp.zeros(1), jnp.ones(1))
-    model = rd.StateSpaceModel(prior, walk(0.9, 0.4), joint)
+    model = replace(scalar_model(joint), prior=prior)
     ys = np.random.default_rng(0).normal(size=(6, 2))
     left_out = ys.copy()
     ys[2, 0], left_out[2] = np.nan, np.nan
-    found, expected = rd.extended_smoother(model, ys), rd.extended_smoother(model, left_out)
-    np.testing.assert_array_equal(found.chain.laws.mean, expected.chain.laws.mean)
-    assert found.diagnostics.degrees.tolist() == [2, 2, 0, 2, 2, 2]
-    assert float(found.log_evidence_increments[2]) == 0.0
+    posterior, expected = rd.extended_smoother(model, ys), rd.extended_smoother(model, left_out)
+    np.testing.assert_array_equal(posterior.chain.laws.mean, expected.chain.laws.mean)
+    assert posterior.diagnostics.degrees.tolist() == [2, 2, 0, 2, 2, 2]
+    assert float(posterior.log_evidence_increments[2]) == 0.0
     # Two readings of the first state, which is all that the linear-Gaussian update takes.
     gain = np.ones(2) @ np.linalg.inv(np.ones((2, 2)) + COVARIANCE)
-    assert float(found.chain.laws.mean[0, 0]) == pytest.approx(float(gain @ ys[0]), abs=1e-12)
+    assert float(posterior.chain.laws.mean[0, 0]) == pytest.approx(float(gain @ ys[0]), abs=1e-12)
 
 
 class Unknown(eqx.Module):
@@ -479,14 +467,14 @@ class MeanAlone(Unknown):
 def test_laws_without_moments_are_refused(law, kind, phrases):
     model = scalar_model(rd.DistributionKernel(law))
     width = jax.eval_shape(lambda: model.simulate(jax.random.key(0), 1)[1]).shape[1]
-    with refused(kind, *phrases):
+    with raises_with(kind, *phrases):
         rd.extended_smoother(model, jnp.full((3, width), 0.5))
 
 
 def test_a_prior_without_moments_is_refused():
     model = SATURATING
-    model = rd.StateSpaceModel(Unknown(jnp.zeros(1)), model.transition, model.emission)
-    with refused(TypeError, "prior cannot be linearised", "Unknown"):
+    model = replace(SATURATING, prior=Unknown(jnp.zeros(1)))
+    with raises_with(TypeError, "prior cannot be linearised", "Unknown"):
         rd.unscented_smoother(model, jnp.zeros((3, 1)))
 
 
@@ -505,30 +493,30 @@ VARIANTS = ("cubature", "gauss-hermite", "iterated", "iterated extended")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in VARIANTS else name for name in METHODS])
-def test_all_are_lost_on_a_square(name):
-    _, found = many(METHODS[name], SQUARE, 40, 8)
-    assert bool(jnp.all(found.lost)), found.code
+def test_linearised_smoothers_are_lost_on_a_square(name):
+    _, posterior = many(METHODS[name], SQUARE, 40, 8)
+    assert bool(jnp.all(posterior.lost)), posterior.code
     # They return the prior, of which the mean is zero.
-    assert float(jnp.max(jnp.abs(found.chain.laws.mean))) < 1e-12
-    assert float(jnp.min(jnp.max(found.diagnostics.misread, axis=1))) > 0.9
+    assert float(jnp.max(jnp.abs(posterior.chain.laws.mean))) < 1e-12
+    assert float(jnp.min(jnp.max(posterior.diagnostics.misread, axis=1))) > 0.9
 
 
 @pytest.mark.parametrize("num_times", [1, slow(7)])
-def test_a_short_series_can_be_lost_too(num_times):
-    found = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
-    assert found.status == "lost" and int(found.status_time) == num_times - 1
-    with refused(ValueError, "lost", "relative error of 95%", "grid_smoother"):
-        found.check()
+def test_lost_status_works_on_short_series(num_times):
+    posterior = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
+    assert posterior.status == "lost" and int(posterior.status_time) == num_times - 1
+    with raises_with(ValueError, "lost", "relative error of 95%", "grid_smoother"):
+        posterior.check()
 
 
 @pytest.mark.slow
-def test_ignoring_the_scale_of_observations_is_being_lost():
+def test_uninformative_conditional_mean_is_lost():
     # Stochastic volatility: the conditional mean is flat, so that its moments say nothing of x,
     # and the innovations are as large as they should be.
     volatility = rd.DistributionKernel(lambda x: dist.Normal(0.0 * x, jnp.exp(x / 2)))
     model = scalar_model(volatility, weight=0.95, scale=0.3)
-    _, found = many(rd.unscented_smoother, model, 60, 4)
-    assert bool(jnp.all(found.lost))
+    _, posterior = many(rd.unscented_smoother, model, 60, 4)
+    assert bool(jnp.all(posterior.lost))
 
 
 @pytest.fixture(scope="module")
@@ -537,17 +525,11 @@ def saturated() -> tuple:
     return many(rd.extended_smoother, SATURATING, 100, 32)
 
 
-def test_a_saturating_emission_is_not_called_lost(saturated):
+def test_saturating_emission_is_not_lost(saturated):
     assert not bool(jnp.any(saturated[1].lost)), saturated[1].code
 
 
-PAPER = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), 0.316 * jnp.eye(1)),
-    rd.LinearGaussianKernel(-0.898 * jnp.eye(1), -0.4 * jnp.ones(1), 0.1 * jnp.eye(1)),
-    rd.NonlinearGaussianKernel(
-        lambda x: jnp.cos(jnp.tanh(1.5455 * x)), rd.Diagonal(jnp.array([0.0316]))
-    ),
-)
+PAPER = paper_model()
 PRECISE = scalar_model(jnp.tanh, 0.01, prior=0.3, scale=0.1)
 
 
@@ -567,38 +549,40 @@ PRECISE = scalar_model(jnp.tanh, 0.01, prior=0.3, scale=0.1)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_suits_them_is_not_called_lost(model, method):
-    _, found = many(METHODS[method], model, 100, 32)
-    assert not bool(jnp.any(found.lost)), found.code
+def test_suitable_models_are_not_lost(model, method):
+    _, posterior = many(METHODS[method], model, 100, 32)
+    assert not bool(jnp.any(posterior.lost)), posterior.code
 
 
 @pytest.mark.slow
-def test_mild_curvature_is_hardly_noticed():
+def test_mild_curvature_gives_small_diagnostics():
     model = scalar_model(lambda x: x + 0.1 * jnp.sin(x), 0.1)
-    _, found = many(rd.extended_smoother, model, 100, 32)
-    assert not bool(jnp.any(found.code))
-    assert float(jnp.max(found.diagnostics.misread)) < 0.2
+    _, posterior = many(rd.extended_smoother, model, 100, 32)
+    assert not bool(jnp.any(posterior.code))
+    assert float(jnp.max(posterior.diagnostics.misread)) < 0.2
     # A mean of 3200 squares of standard normal variables, each of variance 2.
-    squares = found.diagnostics.squared_innovations
+    squares = posterior.diagnostics.squared_innovations
     assert float(jnp.mean(squares)) == pytest.approx(1.0, abs=5 * np.sqrt(2 / 3200))
 
 
 @pytest.mark.slow
-def test_iterating_comes_nearer_to_the_exact_posterior(saturated):
+def test_iterated_smoother_is_closer_to_exact_posterior(saturated):
     ys = saturated[0][1]
     mean, std, _ = dense_grid(SATURATING, ys, -8.0, 8.0)
 
     def error(smooth: Any) -> float:
-        found = smooth(SATURATING, ys).chain.marginals()
-        return float(np.mean(np.abs(found.mean[:, 0] - mean) / std))
+        marginals = smooth(SATURATING, ys).chain.marginals()
+        return float(np.mean(np.abs(marginals.mean[:, 0] - mean) / std))
 
     assert error(rd.iterated_smoother) < min(0.2, 0.6 * error(rd.extended_smoother))
 
 
-def test_distances_are_those_of_a_dense_grid(saturated):
-    ys, found = saturated
+def test_diagnostic_distances_equal_dense_grid(saturated):
+    ys, posterior = saturated
     xs = np.linspace(-8, 8, 8001)
-    means, variances = (np.asarray(a) for a in (found.chain.laws.mean, found.chain.laws.covariance))
+    means, variances = (
+        np.asarray(a) for a in (posterior.chain.laws.mean, posterior.chain.laws.covariance)
+    )
 
     def normalised(log_density: np.ndarray) -> np.ndarray:
         density = np.exp(log_density - log_density.max())
@@ -613,8 +597,8 @@ def test_distances_are_those_of_a_dense_grid(saturated):
         made = -0.5 * (xs - means[i, k, 0]) ** 2 / variances[i, k, 0, 0]
         exact, before, after = (normalised(a) for a in (update, prediction, made))
         said, missed = 0.5 * np.abs(exact - before).sum(), 0.5 * np.abs(exact - after).sum()
-        assert float(found.diagnostics.said[i, k]) == pytest.approx(said, abs=0.03)
-        assert float(found.diagnostics.missed[i, k]) == pytest.approx(missed, abs=0.03)
+        assert float(posterior.diagnostics.said[i, k]) == pytest.approx(said, abs=0.03)
+        assert float(posterior.diagnostics.missed[i, k]) == pytest.approx(missed, abs=0.03)
 
 
 def test_a_wrong_state_shows_in_the_innovations():
@@ -623,49 +607,47 @@ def test_a_wrong_state_shows_in_the_innovations():
     well = rd.NonlinearGaussianKernel(
         lambda x: x + 0.9 * x * (1 - x**2) / (1 + x**2), rd.Diagonal(jnp.array([0.02]))
     )
-    model = rd.StateSpaceModel(rd.Gaussian(jnp.ones(1), 0.02 * jnp.eye(1)), well, walk(1.0, 0.3))
+    model = replace(linear_model(mean=1.0, prior=0.02, error=0.3), transition=well)
     ys = -1.0 + 0.3 * np.random.default_rng(0).normal(size=(40, 1))
-    found = rd.extended_smoother(model, ys)
-    assert float(jnp.max(found.diagnostics.misread)) < 1e-10
-    assert found.status == "lost" and int(found.status_time) == 19
-    with refused(ValueError, "lost", "up to time 19", "squared innovations", "does not fit"):
-        found.check()
+    posterior = rd.extended_smoother(model, ys)
+    assert float(jnp.max(posterior.diagnostics.misread)) < 1e-10
+    assert posterior.status == "lost" and int(posterior.status_time) == 19
+    with raises_with(ValueError, "lost", "up to time 19", "squared innovations", "does not fit"):
+        posterior.check()
 
 
-def test_what_overflows_is_not_finite():
+def test_overflow_has_status_not_finite():
     explosion = rd.NonlinearGaussianKernel(lambda x: x**5, rd.Diagonal(jnp.ones(1)))
-    model = rd.StateSpaceModel(
-        rd.Gaussian(2.0 * jnp.ones(1), jnp.eye(1)), explosion, walk(1.0, 1.0)
-    )
-    found = rd.extended_smoother(model, jnp.full((12, 1), jnp.nan).at[0].set(3.0))
-    assert found.status == "not finite" and 1 < int(found.status_time) < 11
-    with refused(ValueError, f"not finite from time {int(found.status_time)} on"):
-        found.check()
+    model = replace(linear_model(mean=2.0), transition=explosion)
+    posterior = rd.extended_smoother(model, jnp.full((12, 1), jnp.nan).at[0].set(3.0))
+    assert posterior.status == "not finite" and 1 < int(posterior.status_time) < 11
+    with raises_with(ValueError, f"not finite from time {int(posterior.status_time)} on"):
+        posterior.check()
 
 
-def test_the_verdict_averages_over_rows_with_an_observation():
+def test_status_averages_over_observed_rows():
     values = np.arange(60.0)
     observed = np.random.default_rng(0).random(60) < 0.6
     average = jax.jit(posterior._average)
-    found = np.asarray(average(values, observed))
+    averages = np.asarray(average(values, observed))
     for k in range(60):
         rows = values[: k + 1][observed[: k + 1]]
         expected = rows[-20:].mean() if len(rows) >= 20 else 0.0
-        assert found[k] == pytest.approx(expected, abs=1e-12)
+        assert averages[k] == pytest.approx(expected, abs=1e-12)
     few = np.asarray(average(values[:9], observed[:9]))
     assert few[-1] == pytest.approx(values[:9][observed[:9]].mean())
     assert not np.any(average(values, np.zeros(60, bool)))
 
 
 @pytest.mark.slow
-def test_long_series_are_read_in_batches(swing, followed, monkeypatch):
+def test_diagnostics_of_long_series_are_batched(swing, followed, monkeypatch):
     model, measured = PENDULUM, followed["extended"].diagnostics
     series = prepare_data(model, swing)
 
     @eqx.filter_jit
     def said_and_missed() -> Any:
-        found = recursion.linearised_filter(model, series, rd.Taylor())
-        return posterior._readings(model, series, found)
+        filtered = recursion.linearised_filter(model, series, rd.Taylor())
+        return posterior._readings(model, series, filtered)
 
     monkeypatch.setattr(posterior, "BATCH", 8)
     said, missed = said_and_missed()
@@ -673,10 +655,10 @@ def test_long_series_are_read_in_batches(swing, followed, monkeypatch):
     np.testing.assert_allclose(missed, measured.missed, atol=1e-12)
 
 
-def test_missing_rows_say_nothing(swing, followed):
-    found = followed["extended"].diagnostics
-    assert found.degrees[4] == 1 and found.degrees[9] == 0
-    for values in (found.squared_innovations, found.said, found.missed):
+def test_missing_rows_have_zero_diagnostics(swing, followed):
+    diagnostics = followed["extended"].diagnostics
+    assert diagnostics.degrees[4] == 1 and diagnostics.degrees[9] == 0
+    for values in (diagnostics.squared_innovations, diagnostics.said, diagnostics.missed):
         assert float(values[9]) == 0.0
     blind = rd.extended_smoother(PENDULUM, np.full_like(swing, np.nan))
     assert blind.status == "ok" and float(blind.log_evidence) == 0.0
@@ -686,7 +668,7 @@ def test_missing_rows_say_nothing(swing, followed):
 
 
 @pytest.mark.slow
-def test_batches_and_padding():
+def test_batches_and_padding_equal_single_series():
     ys = jax.vmap(lambda key: SATURATING.simulate(key, 8)[1])(
         jax.random.split(jax.random.key(2), 3)
     )
@@ -696,52 +678,52 @@ def test_batches_and_padding():
         return rd.extended_smoother(SATURATING, y, length=length)
 
     batch, single = jax.jit(jax.vmap(smooth))(ys, lengths), jax.jit(smooth)
-    found = jax.tree.map(np.asarray, batch)
+    posteriors = jax.tree.map(np.asarray, batch)
 
     def close(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-10)
 
     for i in range(3):
-        ours = jax.tree.map(lambda leaf, i=i: leaf[i], found)
+        ours = jax.tree.map(lambda leaf, i=i: leaf[i], posteriors)
         jax.tree.map(close, ours, single(ys[i], lengths[i]))
     # What stands in the padding does not matter, and the terminal law is repeated there.
     alone = rd.extended_smoother(SATURATING, np.asarray(ys)[2, :5])
-    padded = jax.tree.map(lambda leaf: leaf[2], found)
+    padded = jax.tree.map(lambda leaf: leaf[2], posteriors)
     close(padded.log_evidence, alone.log_evidence)
     close(padded.chain.laws.mean[:5], alone.chain.laws.mean)
     close(padded.chain.laws.mean[5:], np.tile(np.asarray(alone.chain.laws.mean)[-1:], (3, 1)))
     close(padded.chain.kernels.weight[:4], alone.chain.kernels.weight)
     close(padded.chain.kernels.weight[4:], np.ones((3, 1, 1)))
     close(padded.diagnostics.misread[4], alone.diagnostics.misread[-1])
-    with refused(ValueError, "batch of posteriors", "jax.tree.map"):
+    with raises_with(ValueError, "batch of posteriors", "jax.tree.map"):
         _ = batch.status
-    with refused(ValueError, "not known inside"):
+    with raises_with(ValueError, "not known inside"):
         jax.eval_shape(lambda y: smooth(y, 8).status, ys[0])
 
 
-def test_chains_are_used_as_any_other(swing, followed):
+def test_linearised_chains_work_with_elbo_and_expectation(swing, followed):
     estimator = rd.BackwardSampling(64)
     bounds = {
-        name: rd.elbo(PENDULUM, found.chain, swing, estimator=estimator, key=jax.random.key(0))
-        for name, found in followed.items()
+        name: rd.elbo(PENDULUM, posterior.chain, swing, estimator=estimator, key=jax.random.key(0))
+        for name, posterior in followed.items()
     }
     assert all(np.isfinite(float(bound)) for bound in bounds.values())
 
 
 @pytest.mark.parametrize("name", ["iterated", slow("extended"), slow("unscented")])
 @pytest.mark.slow
-def test_single_precision(x32, name):
+def test_linearised_smoothers_in_float32_stay_float32(x32, name):
     model = scalar_model(jnp.tanh, 0.1)
-    found = METHODS[name](model, np.tanh(np.sin(0.3 * np.arange(30.0)))[:, None].astype("f4"))
-    for leaf in jax.tree.leaves(jax.tree.map(np.asarray, found)):
+    posterior = METHODS[name](model, np.tanh(np.sin(0.3 * np.arange(30.0)))[:, None].astype("f4"))
+    for leaf in jax.tree.leaves(jax.tree.map(np.asarray, posterior)):
         assert leaf.dtype in (np.int32, np.float32)
         assert np.all(np.isfinite(leaf))
-    assert found.status == "ok"
+    assert posterior.status == "ok"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["unscented", slow("extended"), slow("iterated")])
-def test_gradients_of_evidence_and_means(name):
+def test_gradients_of_evidence_and_means_equal_finite_differences(name):
     smooth = METHODS[name] if name != "iterated" else partial(METHODS[name], num_iterations=2)
     ys = SATURATING.simulate(jax.random.key(0), 6)[1].at[2].set(jnp.nan)
 
@@ -751,8 +733,8 @@ def test_gradients_of_evidence_and_means(name):
             SATURATING,
             (SATURATING.prior.mean + step, SATURATING.emission.scale_tril.std * (1.0 + step)),
         )
-        found = smooth(moved, ys)
-        return found.log_evidence + jnp.sum(found.chain.kernels.bias)
+        posterior = smooth(moved, ys)
+        return posterior.log_evidence + jnp.sum(posterior.chain.kernels.bias)
 
     run = jax.jit(jax.value_and_grad(at))
     (high, _), (low, _) = run(1e-5), run(-1e-5)
@@ -764,7 +746,7 @@ def test_gradients_of_evidence_and_means(name):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("singular", [False, True])
-def test_linear_functions_are_found_again(rule, singular):
+def test_rules_recover_linear_functions(rule, singular):
     rng = np.random.default_rng(0)
     weight, bias = jnp.asarray(rng.normal(size=(3, 2))), jnp.asarray(rng.normal(size=3))
     noise = jnp.asarray(np.tril(rng.normal(size=(3, 3)), -1) + np.eye(3))
@@ -778,10 +760,12 @@ def test_linear_functions_are_found_again(rule, singular):
         if not constant and rule == rd.Unscented(0.1, 2.0, 0.0):
             continue
         run = jax.jit(lambda law, c=constant: rule.linearise(moments_at, law, constant_scale=c))
-        found = run(law)
+        linearisation = run(law)
         x = law.mean + scale @ jnp.array([0.7, -0.4])
-        np.testing.assert_allclose(found.weight @ x + found.bias, weight @ x + bias, atol=1e-11)
-        np.testing.assert_allclose(square(found.scale), square(noise), atol=1e-11)
+        np.testing.assert_allclose(
+            linearisation.weight @ x + linearisation.bias, weight @ x + bias, atol=1e-11
+        )
+        np.testing.assert_allclose(square(linearisation.scale), square(noise), atol=1e-11)
 
 
 def test_gradients_are_finite_at_a_linear_function():
@@ -799,7 +783,7 @@ def test_gradients_are_finite_at_a_linear_function():
 
 
 @pytest.mark.parametrize("parameters", [(1.0, 0.0, 1.0), (3**0.5, 2.0, 1.0), (0.1, 2.0, 0.0)])
-def test_regression_is_the_unscented_transform(parameters):
+def test_regression_equals_unscented_transform(parameters):
     mean, scale = np.array([0.5, -0.2]), np.array([[0.4, 0.0], [0.1, 0.3]])
     rule = rd.Unscented(*parameters)
     law = law_of(jnp.asarray(mean), jnp.asarray(scale))
@@ -807,12 +791,14 @@ def test_regression_is_the_unscented_transform(parameters):
     def moments_at(x: Any) -> moments.Moments:
         return moments.Moments(pendulum_seen(x), jnp.zeros((2, 2)))
 
-    found = jax.jit(lambda law: rule.linearise(moments_at, law, constant_scale=True))(law)
+    linearisation = jax.jit(lambda law: rule.linearise(moments_at, law, constant_scale=True))(law)
     expected, inner, cross = by_unscented_transform(pendulum_seen, *parameters)(mean, square(scale))
-    w = np.asarray(found.weight)
-    np.testing.assert_allclose(w @ mean + found.bias, expected, atol=1e-11)
+    w = np.asarray(linearisation.weight)
+    np.testing.assert_allclose(w @ mean + linearisation.bias, expected, atol=1e-11)
     np.testing.assert_allclose(square(scale) @ w.T, cross, atol=1e-11)
-    np.testing.assert_allclose(w @ square(scale) @ w.T + square(found.scale), inner, atol=1e-11)
+    np.testing.assert_allclose(
+        w @ square(scale) @ w.T + square(linearisation.scale), inner, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("rule", RULES[1:], ids=str)
@@ -829,40 +815,40 @@ def test_points_have_mean_zero_and_unit_covariance(rule, dim):
     np.testing.assert_allclose(weights[mirror], weights, atol=1e-12)
 
 
-def test_rules_refuse_what_they_cannot_do():
-    with refused(ValueError, "positive alpha", "-1.0"):
+def test_rules_refuse_bad_options():
+    with raises_with(ValueError, "positive alpha", "-1.0"):
         rd.Unscented(alpha=-1.0)
-    with refused(ValueError, "kappa above -2", "got -2.0"):
+    with raises_with(ValueError, "kappa above -2", "got -2.0"):
         rd.Unscented(kappa=-2.0).points(2)
-    with refused(ValueError, "lose definiteness", "beta of at least alpha ** 2", "Cubature()"):
+    with raises_with(ValueError, "lose definiteness", "beta of at least alpha ** 2", "Cubature()"):
         rd.Unscented(alpha=1.0, beta=0.0, kappa=-1.0).points(2)
-    with refused(ValueError, "order of at least 2"):
+    with raises_with(ValueError, "order of at least 2"):
         rd.GaussHermite(1)
-    with refused(ValueError, "10^6 points", "Cubature()"):
+    with raises_with(ValueError, "10^6 points", "Cubature()"):
         rd.GaussHermite(10).points(6)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_misuse_is_refused_with_the_remedy():
+def test_linearised_smoothers_refuse_bad_arguments_with_a_remedy():
     model: Any = SATURATING
     ys = np.zeros((3, 1))
-    with refused(TypeError, "order must be a Python integer"):
+    with raises_with(TypeError, "order must be a Python integer"):
         rd.GaussHermite(2.5)  # pyright: ignore[reportArgumentType]
-    with refused(TypeError, "sigma points", "Taylor", "extended_smoother"):
+    with raises_with(TypeError, "sigma points", "Taylor", "extended_smoother"):
         rd.unscented_smoother(model, ys, rule=rd.Taylor())  # pyright: ignore[reportArgumentType]
-    with refused(TypeError, "expects a rule", "str"):
+    with raises_with(TypeError, "expects a rule", "str"):
         rd.iterated_smoother(model, ys, rule="unscented")  # pyright: ignore[reportArgumentType]
-    with refused(ValueError, "num_iterations must be at least 1"):
+    with raises_with(ValueError, "num_iterations must be at least 1"):
         rd.iterated_smoother(model, ys, num_iterations=0)
-    with refused(ValueError, "damping", "got 1.0"):
+    with raises_with(ValueError, "damping", "got 1.0"):
         rd.iterated_smoother(model, ys, damping=1.0)
-    with refused(ValueError, "1 columns", "got 2"):
+    with raises_with(ValueError, "1 columns", "got 2"):
         rd.extended_smoother(model, np.zeros((3, 2)))
-    with refused(ValueError, "jax.vmap"):
+    with raises_with(ValueError, "jax.vmap"):
         rd.extended_smoother(model, np.zeros((2, 3, 1)))
-    with refused(ValueError, "inputs must be left out"):
+    with raises_with(ValueError, "inputs must be left out"):
         rd.extended_smoother(model, ys, inputs=ys)
-    with refused(ValueError, "an emission with a density", "[0.]"):
+    with raises_with(ValueError, "an emission with a density", "[0.]"):
         rd.extended_smoother(scalar_model(jnp.tanh, 0.0), ys)
-    with refused(ValueError, "prior's parameters must be finite", "nan"):
+    with raises_with(ValueError, "prior's parameters must be finite", "nan"):
         rd.extended_smoother(eqx.tree_at(lambda m: m.prior.mean, model, jnp.full(1, jnp.nan)), ys)

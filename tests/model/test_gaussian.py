@@ -72,7 +72,7 @@ def summary(law: rd.Gaussian, x: jax.Array) -> dict[str, jax.Array]:
 
 @KINDS
 @SIZES
-def test_densities_and_parameters(d: int, kind: str, dtype: np.dtype):
+def test_densities_and_natural_parameters_equal_scipy(d: int, kind: str, dtype: np.dtype):
     law, mean, covariance = make(d, kind)
     x = jnp.asarray(np.random.default_rng(1).normal(size=d))
     got = summary(law, x)
@@ -101,7 +101,7 @@ kl_divergence = jax.jit(rd.kl_divergence)
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(["dense", "diagonal"], repeat=2)))
-def test_kl_divergence_against_the_formula(kinds: tuple[str, str]):
+def test_kl_divergence_equals_formula(kinds: tuple[str, str]):
     d = 3
     q, q_mean, q_covariance = make(d, kinds[0], seed=0)
     p, p_mean, p_covariance = make(d, kinds[1], seed=1)
@@ -124,9 +124,7 @@ def test_kl_divergence_against_the_formula(kinds: tuple[str, str]):
     mean=hnp.arrays(np.float64, 3, elements=st.floats(-100, 100, width=32)),
     pivots=hnp.arrays(np.float64, 3, elements=st.floats(0.125, 8, width=32)),
 )
-def test_natural_parameters_go_there_and_back(
-    entries: np.ndarray, mean: np.ndarray, pivots: np.ndarray
-):
+def test_natural_parameters_round_trip(entries: np.ndarray, mean: np.ndarray, pivots: np.ndarray):
     scale = np.tril(entries, -1) + np.diag(pivots)
     got = summary(rd.Gaussian(jnp.asarray(mean), jnp.asarray(scale)), jnp.zeros(3))
     tolerance = 1e-14 * np.linalg.cond(scale) ** 2
@@ -136,7 +134,7 @@ def test_natural_parameters_go_there_and_back(
     )
 
 
-def test_the_sum_of_natural_parameters_is_the_product_of_densities():
+def test_sum_of_natural_parameters_is_product_of_densities():
     (p, *_), (q, *_) = make(3, "dense", 0), make(3, "diagonal", 1)
     xs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
 
@@ -152,7 +150,7 @@ def test_the_sum_of_natural_parameters_is_the_product_of_densities():
 
 
 @KINDS
-def test_moments_of_samples(kind: str, key: jax.Array):
+def test_samples_have_the_moments_of_the_law(kind: str, key: jax.Array):
     """3 means and 6 covariances at Z = 5: false alarms at a rate below 6e-6."""
     count = 20_000
     law, mean, covariance = make(3, kind)
@@ -166,11 +164,11 @@ def test_moments_of_samples(kind: str, key: jax.Array):
     assert np.all(np.abs(deviations.T @ deviations / count - covariance) < Z * spread)
 
 
-def test_shapes_and_types_of_samples(key: jax.Array, dtype: np.dtype):
+def test_samples_have_expected_shapes_and_dtypes(key: jax.Array, dtype: np.dtype):
     law, *_ = make(3, "dense")
     for shape in ((), (4,), (2, 5)):
-        drawn = jax.eval_shape(lambda key, shape=shape: law.sample(key, shape), key)
-        assert drawn.shape == (*shape, 3) and drawn.dtype == dtype
+        samples = jax.eval_shape(lambda key, shape=shape: law.sample(key, shape), key)
+        assert samples.shape == (*shape, 3) and samples.dtype == dtype
 
 
 # --- marginals under a mask -----------------------------------------------------------------------
@@ -190,7 +188,7 @@ def masked_with_gradients(law: rd.Gaussian, x: jax.Array, masks: jax.Array):
 
 @KINDS
 @pytest.mark.parametrize("d", [3, 13])
-def test_masked_log_prob_is_that_of_the_marginal(d: int, kind: str):
+def test_masked_log_prob_equals_marginal_log_prob(d: int, kind: str):
     law, mean, covariance = make(d, kind)
     rng = np.random.default_rng(0)
     x = rng.normal(size=d)
@@ -230,7 +228,7 @@ def test_a_masked_value_has_no_influence_even_if_it_is_nan(kind: str):
 
 
 @KINDS
-def test_moments_of_a_batch_made_under_vmap(kind: str):
+def test_batched_gaussian_has_batched_moments(kind: str):
     laws = [make(3, kind, seed) for seed in range(4)]
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(law for law, *_ in laws))
     covariances = np.stack([covariance for *_, covariance in laws])
@@ -244,7 +242,7 @@ def test_moments_of_a_batch_made_under_vmap(kind: str):
 
 
 @pytest.mark.parametrize("d", [1, 3, 7])
-def test_from_covariance(d: int):
+def test_from_covariance_restores_the_covariance(d: int):
     _, mean, covariance = make(d, "dense")
     law = rd.Gaussian.from_covariance(jnp.asarray(mean), jnp.asarray(covariance))
     np.testing.assert_allclose(law.scale_tril, np.linalg.cholesky(covariance), atol=1e-13)
@@ -254,7 +252,7 @@ def test_from_covariance(d: int):
     np.testing.assert_allclose(kernel.scale_tril, np.linalg.cholesky(covariance), atol=1e-13)
 
 
-def test_from_covariance_takes_any_scale_of_units():
+def test_from_covariance_works_in_any_units():
     """Symmetry and positivity are judged relative to the entries."""
     covariance = np.array([[2.0, 0.5], [0.5, 1.0]])
     for unit in (1e-12, 1e12):
@@ -262,7 +260,7 @@ def test_from_covariance_takes_any_scale_of_units():
         np.testing.assert_allclose(law.covariance, unit * covariance, rtol=1e-12)
 
 
-def test_from_covariance_under_jit_and_grad():
+def test_from_covariance_works_under_jit_and_grad():
     """Values are not known there, so that nothing is checked and everything is differentiable."""
     slope = jax.jit(
         jax.grad(lambda c: rd.Gaussian.from_covariance(jnp.zeros(2), c).log_prob(jnp.zeros(2)))
@@ -272,7 +270,7 @@ def test_from_covariance_under_jit_and_grad():
 
 
 @pytest.mark.parametrize("scale", ["tril", "diagonal"])
-def test_a_law_with_parameters_has_the_same_moments_and_densities(scale: str):
+def test_wrapped_parameters_give_the_same_law(scale: str):
     """`Gaussian` and `Diagonal` say that they take parameters such as `Positive`."""
     std = jnp.array([0.5, 2.0])
     plain: Any = jnp.diag(std) if scale == "tril" else rd.Diagonal(std)

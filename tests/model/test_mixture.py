@@ -65,7 +65,7 @@ def noise_of(seed: int, num: int, d: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("d", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
-def test_densities_and_moments_are_those_of_their_definition(d: int):
+def test_mixture_densities_and_moments_equal_definition(d: int):
     law = law_of(d)
     xs = np.random.default_rng(0).normal(scale=3.0, size=(5, d))
     logs, means, scales = (np.asarray(leaf) for leaf in jax.tree.leaves(law))
@@ -87,7 +87,7 @@ def test_densities_and_moments_are_those_of_their_definition(d: int):
 
 
 @pytest.mark.slow
-def test_one_component_is_a_gaussian():
+def test_mixture_of_one_component_equals_gaussian():
     """The map from noise is then the affine one, of which the derivative is known."""
     _, means, scales = parameters_of(2, 1)
     noise = noise_of(0, 4, 2)
@@ -103,7 +103,7 @@ def test_one_component_is_a_gaussian():
 
 
 @pytest.mark.slow
-def test_a_component_without_weight_changes_nothing():
+def test_component_of_zero_weight_changes_nothing():
     logits, means, scales = parameters_of(2)
     alone = Parameters(logits[:2], means[:2], scales[:2])
     more = Parameters(logits.at[2].set(-jnp.inf), means, scales)
@@ -121,7 +121,7 @@ def test_a_component_without_weight_changes_nothing():
 
 
 @pytest.mark.slow
-def test_signs_of_scales_do_not_matter():
+def test_mixture_ignores_signs_of_scale_columns():
     """A column of a factor may be turned: the covariance is the same, as with `Gaussian`."""
     logits, means, scales = parameters_of(2)
     turned = Parameters(logits, means, scales.at[0].multiply(jnp.array([[-1.0, 1.0]])))
@@ -139,7 +139,7 @@ def test_signs_of_scales_do_not_matter():
 
 
 @pytest.mark.parametrize("d", [1, 2])
-def test_draws_have_the_law(d: int):
+def test_mixture_draws_follow_the_density(d: int):
     """40,000 draws: 3 + d + d² comparisons at 5 standard errors, one false alarm in 150,000."""
     law, num = law_of(d), 40_000
     draws = np.asarray(draws_of(law, noise_of(1, num, d)))
@@ -154,13 +154,13 @@ def test_draws_have_the_law(d: int):
         jnp.asarray(np.outer(100.0 * np.arange(COUNT), np.ones(d))),
         law.scale_trils,
     )
-    drawn = np.asarray(draws_of(apart, noise_of(2, num, d)))
-    shares = np.bincount(np.round(drawn[:, 0] / 100).astype(int), minlength=COUNT) / num
+    samples = np.asarray(draws_of(apart, noise_of(2, num, d)))
+    shares = np.bincount(np.round(samples[:, 0] / 100).astype(int), minlength=COUNT) / num
     weights = np.exp(law.log_weights)
     assert np.all(np.abs(shares - weights) < 5 * np.sqrt(weights * (1 - weights) / num))
 
 
-def test_draws_have_the_shape_that_is_asked_for():
+def test_mixture_draws_have_the_requested_shape():
     key, law = jax.random.key(0), law_of(2)
     sample = functools.partial(jax.eval_shape, law.sample)
     assert sample(key).shape == (2,)
@@ -174,7 +174,7 @@ def test_draws_have_the_shape_that_is_asked_for():
 # --- derivatives of draws -------------------------------------------------------------------------
 
 
-def test_in_one_dimension_the_derivative_is_that_of_the_quantile():
+def test_one_dimensional_draw_derivative_equals_quantile_derivative():
     """dx/dθ = −(∂F/∂θ)/f, with F from scipy and ∂F/∂θ by central differences."""
     parameters = parameters_of(1)
     flat, rebuild = ravel_pytree(parameters)
@@ -214,7 +214,7 @@ def slopes_by_noise(d: int):
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("d", DIMS)
-def test_gradients_through_draws_are_those_of_the_expectation(d: int):
+def test_reparameterised_gradients_equal_expectation_gradients(d: int):
     """Against the enumeration of components, each reparameterised on its own.
 
     200,000 draws each: at most 54 comparisons at 5 joint standard errors, one false alarm in
@@ -250,7 +250,7 @@ def test_forward_and_reverse_mode_agree():
 
 
 @pytest.mark.slow
-def test_a_draw_moves_along_a_field_that_keeps_the_law():
+def test_draw_derivatives_satisfy_continuity_equation():
     """The continuity equation ∂q/∂θ + ∇·(q v) = 0 in two dimensions, where v is dx/dθ.
 
     Noise that leads anywhere is found by inverting one component: a draw x has the same velocity
@@ -293,7 +293,7 @@ def test_a_draw_moves_along_a_field_that_keeps_the_law():
 
 
 @pytest.mark.slow
-def test_far_tails_are_finite_in_single_precision(x32):
+def test_far_tails_are_finite_in_float32(x32):
     """Draws of seven deviations, of components that are far apart and of very different widths."""
     law = rd.GaussianMixture(
         jnp.log(jnp.array([1e-6, 0.5, 0.499999])),
@@ -315,7 +315,7 @@ def test_far_tails_are_finite_in_single_precision(x32):
 
 
 @pytest.mark.slow
-def test_a_component_that_is_far_in_one_coordinate_keeps_its_weight_in_the_others():
+def test_distant_component_keeps_weight_in_other_coordinates():
     """In single precision as in double: what it weighs is not lost beside how far it is."""
 
     def slope() -> np.ndarray:
@@ -334,7 +334,7 @@ def test_a_component_that_is_far_in_one_coordinate_keeps_its_weight_in_the_other
 # --- batches and misuse ---------------------------------------------------------------------------
 
 
-def test_laws_can_be_mapped_over():
+def test_mixtures_work_under_vmap():
     logits, means, scales = parameters_of(2)
     laws = jax.vmap(lambda shift: mixture(Parameters(logits, means + shift, scales)))(
         jnp.arange(3.0)
@@ -357,6 +357,6 @@ def test_laws_can_be_mapped_over():
         ((3, 1), (3, 2), (3, 2, 2)),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shapes):
+def test_mixture_refuses_mismatched_shapes(shapes):
     with pytest.raises(ValueError, match=r"log_weights of shape \(component,\).* got"):
         rd.GaussianMixture(*(jnp.ones(shape) for shape in shapes))

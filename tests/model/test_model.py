@@ -1,5 +1,6 @@
 """State-space models: the law of what they simulate, and their density against a plain loop."""
 
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,8 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from linear_models import linear_model, linear_transition_model
+from nonlinear_models import count_model
 
 import retrodict as rd
 
@@ -36,19 +39,23 @@ def make_model(
     def array(a: np.ndarray) -> jax.Array:
         return jnp.asarray(a, dtype)
 
-    return rd.StateSpaceModel(
-        rd.Gaussian(array(PRIOR_MEAN), array(noise * PRIOR_SCALE)),
-        rd.LinearGaussianKernel(
-            array(A), array(A_BIAS), array(noise * A_SCALE), array(A_INPUT) if inputs else None
-        ),
-        rd.LinearGaussianKernel(
-            array(B), array(B_BIAS), array(noise * B_SCALE), array(B_INPUT) if inputs else None
-        ),
+    return linear_model(
+        2,
+        mean=array(PRIOR_MEAN),
+        prior=array(noise * PRIOR_SCALE),
+        weight=array(A),
+        bias=array(A_BIAS),
+        noise=array(noise * A_SCALE),
+        input_weight=array(A_INPUT) if inputs else None,
+        design=array(B),
+        offset=array(B_BIAS),
+        error=array(noise * B_SCALE),
+        design_input=array(B_INPUT) if inputs else None,
     )
 
 
 def log_joint_by_loop(
-    xs: np.ndarray, ys: np.ndarray, seen: np.ndarray, us: np.ndarray, length: int
+    xs: np.ndarray, ys: np.ndarray, mask: np.ndarray, us: np.ndarray, length: int
 ) -> float:
     def density(x: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> float:
         return float(multivariate_normal(mean, scale @ scale.T).logpdf(x))
@@ -57,8 +64,8 @@ def log_joint_by_loop(
     for k in range(length):
         if k > 0:
             total += density(xs[k], A @ xs[k - 1] + A_BIAS + A_INPUT @ us[k], A_SCALE)
-        if seen[k].any():
-            mean, rows = B @ xs[k] + B_BIAS + B_INPUT @ us[k], seen[k]
+        if mask[k].any():
+            mean, rows = B @ xs[k] + B_BIAS + B_INPUT @ us[k], mask[k]
             total += density(ys[k][rows], mean[rows], B_SCALE[rows])
     return total
 
@@ -85,28 +92,28 @@ ALL = np.ones((N, 2), bool)
 # --- density --------------------------------------------------------------------------------------
 
 
-def test_log_joint_against_a_loop():
+def test_log_joint_equals_loop():
     got = log_joint(make_model(inputs=False), XS, YS)
     np.testing.assert_allclose(got, log_joint_by_loop(XS, YS, ALL, 0 * US, N), rtol=1e-12)
     got = log_joint(make_model(), XS, YS, None, US)
     np.testing.assert_allclose(got, log_joint_by_loop(XS, YS, ALL, US, N), rtol=1e-12)
 
 
-@given(seen=hnp.arrays(bool, (N, 2)), length=st.integers(1, N))
-def test_log_joint_with_mask_inputs_and_length_against_a_loop(seen: np.ndarray, length: int):
+@given(mask=hnp.arrays(bool, (N, 2)), length=st.integers(1, N))
+def test_log_joint_with_mask_inputs_and_length_equals_loop(mask: np.ndarray, length: int):
     """Missing entries by mask and by NaN, and padding that holds NaN everywhere it may."""
     model = make_model()
-    expected = log_joint_by_loop(XS, YS, seen, US, length)
-    holes = np.where(seen, YS, np.nan)
+    expected = log_joint_by_loop(XS, YS, mask, US, length)
+    holes = np.where(mask, YS, np.nan)
     xs, ys = XS.copy(), YS.copy()
     xs[length:] = ys[length:] = holes[length:] = np.nan
-    by_mask = log_joint(model, xs, ys, seen, US, jnp.asarray(length))
+    by_mask = log_joint(model, xs, ys, mask, US, jnp.asarray(length))
     by_nan = log_joint(model, xs, holes, None, US, jnp.asarray(length))
     np.testing.assert_allclose(by_mask, expected, rtol=1e-12)
     np.testing.assert_allclose(by_nan, expected, rtol=1e-12)
 
 
-def test_padding_changes_nothing():
+def test_log_joint_ignores_padding():
     """Neither the value nor the gradients, whatever stands in the padding."""
     model, length = make_model(), 3
     exact, xs_slope, model_slopes = log_joint_and_gradients(
@@ -126,7 +133,7 @@ def test_padding_changes_nothing():
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_inputs_of_padding_may_hold_anything():
+def test_log_joint_ignores_inputs_of_padding():
     inputs = np.where(np.arange(N)[:, None] < 3, US, np.nan)
     model = make_model()
     exact = log_joint_by_loop(XS, YS, ALL, US, 3)
@@ -135,7 +142,7 @@ def test_inputs_of_padding_may_hold_anything():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((slope, model_slopes)))
 
 
-def test_a_missing_row_is_not_padding():
+def test_missing_row_differs_from_padding():
     """Time passes through a missing row at the end, and its transition counts."""
     model = make_model(inputs=False)
     holes = YS.copy()
@@ -157,7 +164,7 @@ def test_gradients_are_finite_with_missing_rows():
     assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves((slope, model_slopes)))
 
 
-def test_gradient_of_log_joint_against_differences():
+def test_log_joint_gradient_equals_finite_differences():
     _, slope, _ = log_joint_and_gradients(make_model(), XS, YS, US)
     direction, step = RNG.normal(size=XS.shape), 1e-6
     up = log_joint_by_loop(XS + step * direction, YS, ALL, US, N)
@@ -165,7 +172,7 @@ def test_gradient_of_log_joint_against_differences():
     np.testing.assert_allclose(np.sum(slope * direction), (up - down) / (2 * step), rtol=1e-6)
 
 
-def test_a_batch_of_series_of_unequal_length_by_vmap():
+def test_log_joint_under_vmap_handles_unequal_lengths():
     lengths = np.array([2, N, 4])
     batch = (
         jnp.asarray(np.stack([XS, XS + 0.1, XS - 0.2])),
@@ -179,35 +186,33 @@ def test_a_batch_of_series_of_unequal_length_by_vmap():
         np.testing.assert_allclose(value, expected, rtol=1e-12)
 
 
-def test_counts_come_as_integers_and_priors_from_numpyro():
-    model = rd.StateSpaceModel(
-        dist.Normal(jnp.zeros(1), 1.0).to_event(1),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+def test_integer_counts_and_numpyro_priors_are_accepted():
+    model = replace(count_model(weight=1.0), prior=dist.Normal(jnp.zeros(1), 1.0).to_event(1))
     xs, ys = np.array([[0.3], [0.1]]), np.array([[2], [0]])
     # -1/2 log 2π twice, the two squares, and two Poisson terms y x - exp(x) - log y!.
     expected = -np.log(2 * np.pi) - 0.5 * (0.3**2 + 0.2**2)
     expected += 2 * 0.3 - np.exp(0.3) - np.log(2.0) - np.exp(0.1)
     np.testing.assert_allclose(log_joint(model, xs, ys), expected, rtol=1e-12)
-    seen = np.array([[2.0], [np.nan]])
-    np.testing.assert_allclose(log_joint(model, xs, seen), expected + np.exp(0.1), rtol=1e-12)
+    with_missing = np.array([[2.0], [np.nan]])
+    np.testing.assert_allclose(
+        log_joint(model, xs, with_missing), expected + np.exp(0.1), rtol=1e-12
+    )
     assert model.state_dim == 1
 
 
 def test_a_row_of_dependent_entries_is_masked_as_a_whole():
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
-        rd.LinearGaussianKernel(jnp.eye(2), jnp.zeros(2), jnp.eye(2)),
+    model = linear_transition_model(
         rd.DistributionKernel(
             lambda x: dist.MultivariateNormal(x, scale_tril=jnp.asarray(B_SCALE))
         ),
+        2,
+        weight=1.0,
     )
     half, none = YS.copy(), YS.copy()
     half[1, 0] = none[1] = np.nan
-    whole, half, none = (log_joint(model, XS, ys) for ys in (YS, half, none))
+    full, half, none = (log_joint(model, XS, ys) for ys in (YS, half, none))
     np.testing.assert_allclose(half, none, rtol=1e-14)
-    assert abs(float(half - whole)) > 1e-3
+    assert abs(float(half - full)) > 1e-3
 
 
 # --- simulation -----------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ def moments_in_closed_form(n: int, us: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.concatenate([*x_means, *y_means]), total @ total.T
 
 
-def test_law_of_simulated_series(key: jax.Array):
+def test_simulated_series_have_the_moments_of_the_model(key: jax.Array):
     """12 means and 78 covariances at Z = 5: false alarms at a rate below 6e-5."""
     n, count = 3, 20_000
     mean, covariance = moments_in_closed_form(n, US)
@@ -273,14 +278,14 @@ def test_inputs_drive_the_transition_into_their_row_and_the_emission_at_it(key: 
 
 def test_an_input_may_be_read_by_one_kernel_alone(key: jax.Array):
     full, plain = make_model(noise=1e-9), make_model(inputs=False, noise=1e-9)
-    model = rd.StateSpaceModel(full.prior, plain.transition, full.emission)
+    model = replace(full, transition=plain.transition)
     assert model.takes_input and full.takes_input and not plain.takes_input
     xs, ys = jax.jit(lambda key: model.simulate(key, 2, inputs=jnp.ones((2, 1))))(key)
     np.testing.assert_allclose(xs[1], A @ PRIOR_MEAN + A_BIAS, atol=1e-7)
     np.testing.assert_allclose(ys[0], B @ PRIOR_MEAN + B_BIAS + B_INPUT[:, 0], atol=1e-7)
 
 
-def test_simulation_is_a_function_of_its_key(key: jax.Array):
+def test_simulation_depends_only_on_its_key(key: jax.Array):
     model = make_model(inputs=False)
     draw = jax.jit(lambda key: model.simulate(key, 1))
     (xs, ys), again, other = draw(key), draw(key), draw(jax.random.key(1))
@@ -290,7 +295,7 @@ def test_simulation_is_a_function_of_its_key(key: jax.Array):
     assert not np.any(np.asarray(xs) == np.asarray(other[0]))
 
 
-def test_states_and_observations_are_drawn_with_different_noise(key: jax.Array):
+def test_states_and_observations_use_independent_noise(key: jax.Array):
     """A key used twice would give the same standardised noise in two places."""
     model = make_model(inputs=False)
     xs, ys = map(np.asarray, jax.jit(lambda key: model.simulate(key, 4))(key))
@@ -301,7 +306,7 @@ def test_states_and_observations_are_drawn_with_different_noise(key: jax.Array):
     assert np.min(np.diff(flat)) > 1e-6
 
 
-def test_precision_follows_the_arrays(key: jax.Array, dtype: np.dtype):
+def test_simulation_precision_follows_the_arrays(key: jax.Array, dtype: np.dtype):
     model = make_model(inputs=False, dtype=dtype.type)
     xs, ys = jax.eval_shape(lambda: model.simulate(key, 3))
     assert xs.dtype == ys.dtype == dtype

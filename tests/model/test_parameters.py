@@ -14,10 +14,6 @@ from hypothesis import strategies as st
 import retrodict as rd
 
 
-def same(a: Any, b: Any) -> bool:
-    return bool(eqx.tree_equal(a, b))
-
-
 @given(exponent=st.floats(-8, 8))
 def test_positive_keeps_its_value_over_sixteen_orders(exponent: float):
     value = 10.0**exponent
@@ -111,19 +107,19 @@ def test_a_model_with_parameters_is_the_model_of_their_values():
     assert make_model().state_dim == 2 and not make_model().takes_input
 
 
-def test_unwrap_replaces_all_parameters_once_and_for_all():
+def test_unwrap_replaces_all_parameters():
     once = rd.unwrap(make_model())
     is_parameter = lambda leaf: isinstance(leaf, rd.AbstractParameter)  # noqa: E731
     leaves = jax.tree.leaves(once, is_leaf=is_parameter)
     assert not any(is_parameter(leaf) for leaf in leaves)
-    assert same(rd.unwrap(once), once)
+    assert eqx.tree_equal(rd.unwrap(once), once)
     nested = rd.Frozen(rd.Frozen({"a": rd.Positive(2.0), "b": jnp.ones(3, int)}))
     values: Any = rd.unwrap(nested)
     np.testing.assert_allclose(values["a"], 2.0)
     assert values["b"].dtype == int
 
 
-def test_frozen_gets_no_gradient_and_the_rest_does():
+def test_frozen_parameters_have_zero_gradient():
     _, gradient = loss_and_gradient(make_model())
     frozen = (gradient.prior, gradient.transition.bias, gradient.emission.fn.weight)
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(frozen))
@@ -153,8 +149,8 @@ def test_frozen_stays_where_it_is_under_an_optimiser(rate: float):
     updates, _ = optimiser.update(gradient, state)
     moved = eqx.apply_updates(model, updates)
     for part in (lambda m: m.prior, lambda m: m.transition.bias, lambda m: m.emission.fn.weight):
-        assert same(part(moved), part(model))
-    assert not same(moved.transition.scale_tril, model.transition.scale_tril)
+        assert eqx.tree_equal(part(moved), part(model))
+    assert not eqx.tree_equal(moved.transition.scale_tril, model.transition.scale_tril)
     values = rd.unwrap(moved)
     assert np.all(np.diagonal(values.transition.scale_tril) > 0)
     assert np.all(np.asarray(values.emission.scale_tril.std) > 0)
@@ -185,7 +181,7 @@ def test_any_step_stays_between_the_bounds(step: float, dtype: np.dtype):
     assert moved.dtype == dtype and np.all(np.abs(np.asarray(moved)) < 1)
 
 
-def test_the_derivative_of_a_bounded_value_is_that_of_the_logistic_function():
+def test_bounded_derivative_equals_logistic_derivative():
     slope = jax.grad(lambda p: p.value)(rd.Bounded(0.5, -1.0, 2.0)).raw
     np.testing.assert_allclose(slope, 1.5 * 1.5 / 3, rtol=1e-12)
 

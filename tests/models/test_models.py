@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_models import linear_transition_model
 from scipy import linalg, optimize, stats
 
 import retrodict as rd
@@ -210,7 +211,7 @@ QUICK = ("uneven level", "season", "leverage", "poisson", "range and bearing")
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
-def test_a_ready_model_is_what_its_equation_says(name: str, tmp_path: Path):
+def test_ready_model_equals_its_equation(name: str, tmp_path: Path):
     case = CASES[name]
     bare = rd.models.with_parameters(build(case), case.values)
     is_stationary = "prior.mean" not in rd.models.named_parameters(bare, fixed=True)
@@ -249,7 +250,7 @@ def test_a_ready_model_is_what_its_equation_says(name: str, tmp_path: Path):
 # --- what the equations imply ---------------------------------------------------------------------
 
 
-def test_leverage_is_the_correlation_of_a_return_with_the_next_step():
+def test_leverage_correlates_return_with_next_log_volatility():
     """With z integrated out, (ε_t, η_{t+1}) is a Gaussian pair with correlation ρ."""
     mean, phi, scale, rho, x, y, after = -0.5, 0.9, 0.3, -0.7, 0.4, -1.1, 0.1
     model = rd.models.stochastic_volatility(
@@ -274,7 +275,7 @@ def test_leverage_is_the_correlation_of_a_return_with_the_next_step():
 
 
 @pytest.mark.statistical
-def test_simulated_returns_have_that_correlation():
+def test_simulated_returns_have_leverage_correlation():
     """Two-sided at 4.5 standard errors: a false alarm in 1.5e5 seeds."""
     model = rd.models.stochastic_volatility(leverage=True, correlation=-0.6, persistence=0.9)
     xs, ys = model.simulate(jax.random.key(0), 50_000)
@@ -296,7 +297,7 @@ def test_simulated_returns_have_that_correlation():
     ],
     ids=["level", "trend", "season", "autoregressive", "velocity"],
 )
-def test_two_short_steps_are_one_long_one(model: rd.StateSpaceModel):
+def test_two_short_time_steps_equal_one_long_step(model: rd.StateSpaceModel):
     """Models of uneven times are processes in continuous time, seen at some times."""
     kernel = rd.unwrap(model).transition
     first, second, both = (kernel.at(jnp.array([step])) for step in (0.4, 1.3, 1.7))
@@ -318,14 +319,16 @@ def test_two_short_steps_are_one_long_one(model: rd.StateSpaceModel):
         (rd.models.constant_velocity(), rd.models.constant_velocity(irregular=True)),
     ],
 )
-def test_unit_steps_are_regular_ones(regular: rd.StateSpaceModel, irregular: rd.StateSpaceModel):
+def test_unit_time_steps_equal_regular_model(
+    regular: rd.StateSpaceModel, irregular: rd.StateSpaceModel
+):
     one, other = rd.unwrap(regular).transition, rd.unwrap(irregular).transition.at(jnp.ones(1))
     for a, b in ((one.weight, other.weight), (one.bias, other.bias)):
         np.testing.assert_allclose(a, b, atol=1e-14)
     np.testing.assert_allclose(one.scale_tril, other.scale_tril, atol=1e-14)
 
 
-def test_a_bearing_is_compared_around_the_circle():
+def test_bearing_residuals_wrap_around_the_circle():
     model = rd.models.range_bearing(bearing_scale=0.1, range_scale=1.0)
     flat = rd.models.range_bearing(bearing_scale=0.1, range_scale=1.0, wrap=False)
     behind = jnp.array([-2.0, 1e-3, 0.0, 0.0])
@@ -340,8 +343,8 @@ def test_a_bearing_is_compared_around_the_circle():
     np.testing.assert_allclose(
         rd.unwrap(flat).emission.log_prob(ahead, y), model.emission.log_prob(ahead, y), rtol=1e-12
     )
-    drawn = model.emission.law(behind).sample(jax.random.key(0), (50,))
-    assert np.all(np.abs(drawn[:, 1]) <= np.pi) and {-1, 1} == set(np.sign(drawn[:, 1]).tolist())
+    draws = model.emission.law(behind).sample(jax.random.key(0), (50,))
+    assert np.all(np.abs(draws[:, 1]) <= np.pi) and {-1, 1} == set(np.sign(draws[:, 1]).tolist())
 
 
 # --- the stationary law of the first state --------------------------------------------------------
@@ -392,7 +395,7 @@ def test_a_mean_reverting_model_starts_from_its_stationary_law(name: str):
     np.testing.assert_allclose(ratio[is_process], 3.0, rtol=1e-9)
 
 
-def test_a_prior_that_is_given_stays_as_it_is():
+def test_given_prior_is_kept():
     model = rd.models.autoregressive(order=2, prior_mean=3.0, prior_scale=0.5)
     started = rd.models.start_from(model, WALK[:, None])
     law = rd.unwrap(started).prior
@@ -407,7 +410,7 @@ def test_a_prior_that_is_given_stays_as_it_is():
     [pytest.param(LAGS[0], id="two"), pytest.param(LAGS[1], id="three", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("noise", [0.0, 0.7], ids=["exact", "noisy"])
-def test_the_evidence_of_lags_is_that_of_statsmodels(lags: Any, noise: float, monkeypatch: Any):
+def test_autoregressive_evidence_equals_statsmodels(lags: Any, noise: float, monkeypatch: Any):
     from statsmodels.tsa.statespace.sarimax import SARIMAX
 
     monkeypatch.setattr("retrodict.models._equations.LAG_NOISE", 0.0)
@@ -421,7 +424,7 @@ def test_the_evidence_of_lags_is_that_of_statsmodels(lags: Any, noise: float, mo
 
 
 @pytest.mark.slow
-def test_short_series_of_lags_are_fitted_by_exact_maximum_likelihood():
+def test_short_autoregressive_series_are_fitted_by_exact_likelihood():
     """The first two of twelve rows have a law of their own, which says much of the lags."""
     rng = np.random.default_rng(1)
     xs, noise = np.zeros((60, 112)), rng.normal(size=(60, 112))
@@ -446,14 +449,14 @@ def test_short_series_of_lags_are_fitted_by_exact_maximum_likelihood():
     start = rd.models.start_from(rd.models.autoregressive(order=2), ys)
     start = rd.models.with_parameters(start, {"obs_scale": 1e-4})
     start = rd.models.fix_parameters(start, ["obs_scale"])
-    found = rd.fit_evidence(jax.random.key(0), start, ys, optimiser="lbfgs", progress=False)
-    values = rd.models.named_parameters(found.model)
+    result = rd.fit_evidence(jax.random.key(0), start, ys, optimiser="lbfgs", progress=False)
+    values = rd.models.named_parameters(result.model)
     got = np.concatenate([values[k].ravel() for k in ("coefficients", "mean", "scale")])
     np.testing.assert_allclose(got, exact.x, atol=2e-4)
-    np.testing.assert_allclose(found.log_evidence, -exact.fun, atol=1e-2)
+    np.testing.assert_allclose(result.log_evidence, -exact.fun, atol=1e-2)
 
 
-def test_coefficients_stay_stationary_wherever_an_optimiser_goes():
+def test_autoregressive_coefficients_stay_stationary():
     with pytest.raises(ModelError, match=r"coefficients .*stationary autoregression"):
         rd.models.with_parameters(rd.models.autoregressive(order=2), {"coefficients": [0.7, 0.5]})
     entries = {"coefficients[0,0]": 1.5, "coefficients[0,1]": -0.6}
@@ -473,7 +476,7 @@ def test_coefficients_stay_stationary_wherever_an_optimiser_goes():
     np.testing.assert_allclose(both(at)[2], np.stack(columns), rtol=1e-6, atol=1e-6)
 
 
-def test_models_with_a_prior_of_their_own_can_still_be_read(tmp_path: Path):
+def test_files_of_models_with_free_coefficients_still_load(tmp_path: Path):
     """Files of models whose prior was a fixed Gaussian, and whose coefficients were free."""
     started = rd.models.autoregressive(order=2)
     equation = Lagged(jnp.zeros(1), jnp.array([[0.4, 0.2]]), rd.Positive(jnp.ones(1)))
@@ -520,7 +523,7 @@ def test_models_with_a_prior_of_their_own_can_still_be_read(tmp_path: Path):
     ],
     ids=["level", "trend and season", "cycle"],
 )  # fmt: skip
-def test_the_evidence_is_that_of_statsmodels(
+def test_structural_evidence_equals_statsmodels(
     model: rd.StateSpaceModel, options: dict, parameters: list[float], tolerance: float
 ):
     from statsmodels.tsa.statespace.structural import UnobservedComponents
@@ -539,25 +542,25 @@ def test_the_evidence_is_that_of_statsmodels(
 # --- learning -------------------------------------------------------------------------------------
 
 
-def test_evidence_is_learned_in_what_is_not_fixed():
+def test_fit_evidence_learns_only_free_parameters():
     model = rd.models.start_from(rd.models.local_level(), WALK[:, None])
     model = rd.models.fix_parameters(model, ["obs_scale"])
     assert set(rd.models.named_parameters(model)) == {"level_scale"}
-    found = rd.fit_evidence(
+    result = rd.fit_evidence(
         jax.random.key(0), model, WALK[:, None], num_steps=30, chunk_size=30, progress=False
     )
     before = rd.models.named_parameters(model, fixed=True)
-    after = rd.models.named_parameters(found.model, fixed=True)
+    after = rd.models.named_parameters(result.model, fixed=True)
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved == {"level_scale"} and after["level_scale"] > 0
-    assert found.log_evidence > rd.kalman_smoother(model, WALK[:, None]).log_evidence
+    assert result.log_evidence > rd.kalman_smoother(model, WALK[:, None]).log_evidence
     # A start from the same data leaves alone what was fixed.
-    again = rd.models.start_from(found.model, 10 * WALK[:, None])
+    again = rd.models.start_from(result.model, 10 * WALK[:, None])
     assert rd.models.named_parameters(again, fixed=True)["obs_scale"] == before["obs_scale"]
 
 
 @pytest.mark.slow
-def test_a_kalman_family_takes_a_ready_model_with_uneven_times():
+def test_kalman_family_accepts_ready_model_with_uneven_times():
     model = rd.models.local_trend(irregular=True, prior_scale=5.0)
     steps, ys = jnp.asarray(STEPS), jnp.asarray(WALK[:NUM_TIMES, None])
     family = rd.KalmanFamily(model, input_dim=1)
@@ -566,7 +569,7 @@ def test_a_kalman_family_takes_a_ready_model_with_uneven_times():
     np.testing.assert_allclose(chain.marginals().mean, exact.mean, atol=1e-8)
 
 
-def test_em_refuses_what_it_cannot_learn():
+def test_em_refuses_models_without_m_step():
     with pytest.raises(ValueError, match=r"is a Regular.*fit_evidence"):
         rd.em(jax.random.key(0), rd.models.local_level(), WALK[:, None], num_iterations=1)
 
@@ -577,10 +580,10 @@ def test_a_family_and_a_model_are_learned_together():
     _, ys = model.simulate(jax.random.key(0), 60)
     start = rd.models.start_from(model, ys)
     family = rd.GatedFamily(jax.random.key(1), state_dim=2, obs_dim=1, width=8)
-    found = rd.fit(
+    result = rd.fit(
         jax.random.key(2), family, start, ys[None], num_steps=50, learn="both", progress=False
     )
-    before, after = (rd.models.named_parameters(m, fixed=True) for m in (start, found.model))
+    before, after = (rd.models.named_parameters(m, fixed=True) for m in (start, result.model))
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved == {"mean", "persistence", "scale", "leverage"}
     assert abs(after["leverage"]) < 0.9 and abs(after["persistence"]) < 1 and after["scale"] > 0
@@ -589,7 +592,7 @@ def test_a_family_and_a_model_are_learned_together():
 # --- starts ---------------------------------------------------------------------------------------
 
 
-def test_starts_are_of_the_size_of_the_data():
+def test_starting_values_have_the_scale_of_the_data():
     ys = 1e4 + 50 * RNG.normal(size=(200, 1))
     level = rd.models.named_parameters(rd.models.start_from(rd.models.local_level(), ys))
     assert 5 < level["level_scale"] < 500 and 5 < level["obs_scale"] < 500
@@ -605,7 +608,7 @@ def test_starts_are_of_the_size_of_the_data():
 
 @pytest.mark.parametrize("name", [name for name in READY if name != "neural_decoder"])
 @pytest.mark.parametrize("kind", ["missing", "constant", "short"])
-def test_starts_are_finite_for_any_data(name: str, kind: str):
+def test_starting_values_are_finite_for_any_data(name: str, kind: str):
     options = {"total_count": 9} if name == "binomial_counts" else {}
     model = rd.models.from_options(name, options, obs_dim=2)
     ys = {
@@ -617,7 +620,7 @@ def test_starts_are_finite_for_any_data(name: str, kind: str):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(started))
 
 
-def test_what_was_not_seen_does_not_count_for_a_start():
+def test_starting_values_ignore_missing_and_padded_rows():
     ys = np.concatenate([RNG.normal(size=(20, 1)), np.full((20, 1), 1e6)])
     model = rd.models.local_level()
     short = rd.models.start_from(model, ys[:20])
@@ -630,14 +633,13 @@ def test_what_was_not_seen_does_not_count_for_a_start():
 
 
 def user_model() -> rd.StateSpaceModel:
-    kernel = rd.LinearGaussianKernel(0.5 * jnp.eye(2), jnp.zeros(2), 0.1 * jnp.eye(2))
     emission = rd.LinearGaussianKernel(
         jnp.ones((1, 2)), rd.Frozen(jnp.zeros(1)), rd.Diagonal(rd.Positive(jnp.ones(1)))
     )
-    return rd.StateSpaceModel(rd.Gaussian(jnp.zeros(2), jnp.eye(2)), kernel, emission)
+    return linear_transition_model(emission, 2, weight=0.5, noise=0.1)
 
 
-def test_parameters_of_any_model_go_by_their_place():
+def test_parameters_of_any_model_are_named_by_path():
     model = user_model()
     names = set(rd.models.named_parameters(model, fixed=True))
     assert names == {
@@ -703,14 +705,14 @@ def test_wrong_options_are_refused(call: Callable[[], Any], reason: str):
         call()
 
 
-def test_a_state_is_not_named_as_a_column_is():
+def test_state_named_like_a_column_gets_a_suffix():
     model = rd.models.autoregressive()
     assert rd.models.state_names(model, ["value"]) == ["signal"]
     assert rd.models.state_names(model, ["signal"]) == ["signal_state"]
 
 
 @pytest.mark.parametrize("name", ["poisson_counts", "negative_binomial_counts"])
-def test_what_is_not_a_count_is_refused(name: str):
+def test_models_refuse_bad_counts(name: str):
     for value in (2.5, -1.0):
         ys = np.array([[3.0], [np.nan], [value]])
         with pytest.raises(ValueError, match=f"row 3 of series 1, column 1, holds {value:g}"):

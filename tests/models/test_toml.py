@@ -42,7 +42,7 @@ def test_the_documented_example_is_read(tmp_path: Path):
     assert again == spec
 
 
-def test_the_page_lists_every_key():
+def test_docs_page_lists_every_toml_key():
     from retrodict.models._toml import TABLES
 
     rows = re.findall(r"^\| `([\w.]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE)
@@ -50,7 +50,7 @@ def test_the_page_lists_every_key():
     assert set(rows) == keys | {"retrodict"}
 
 
-def test_given_values_prevail_over_those_from_data(tmp_path: Path):
+def test_given_values_override_values_from_data(tmp_path: Path):
     text = 'retrodict = 1\n[model]\nname = "local_level"\nfixed = ["obs_scale"]\n'
     spec = rd.models.read_toml(write(tmp_path, text + "[model.start]\nobs_scale = [1.0, 2.0]\n"))
     ys = 100 + 10 * np.random.default_rng(0).normal(size=(30, 2))
@@ -61,7 +61,7 @@ def test_given_values_prevail_over_those_from_data(tmp_path: Path):
     assert set(rd.models.named_parameters(model)) == {"level_scale"}
 
 
-def test_a_file_says_all_that_a_reader_asks(tmp_path: Path):
+def test_toml_sets_all_reader_options(tmp_path: Path):
     head = 'retrodict = 1\n[model]\nname = "local_level"\n[data]\n'
     days = head + 'freq = "2D"\nseries = ["a", "b"]\ntime_format = "%d/%m/%Y"\n'
     frame = pd.DataFrame({"a": 1, "b": "x", "date": ["01/02/2020", "05/02/2020"], "y": [1.0, 2.0]})
@@ -115,9 +115,9 @@ HEAD = 'retrodict = 1\n[model]\nname = "seasonal"\n'
 )
 def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, reason: str):
     path = write(tmp_path, text)
-    with pytest.raises(ModelError, match=reason) as found:
+    with pytest.raises(ModelError, match=reason) as caught:
         rd.models.read_toml(path)
-    message = str(found.value)
+    message = str(caught.value)
     assert message.startswith(str(path)) and "\n" not in message
 
 
@@ -170,12 +170,12 @@ def test_objects_are_found_by_reference(own_module: str):
 )
 @pytest.mark.usefixtures("own_module")
 def test_bad_references_are_refused_in_one_line(reference: str, reason: str):
-    with pytest.raises(ModelError, match=reason) as found:
+    with pytest.raises(ModelError, match=reason) as caught:
         rd.models.load(reference)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_name_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_name_imports_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "local_level.py").write_text("raise RuntimeError", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert rd.models.load("local_level").build(2).state_dim == 2

@@ -36,19 +36,19 @@ def products_by_loop(elements: np.ndarray) -> np.ndarray:
     return np.array(totals)
 
 
-def test_lengths_stand_on_both_sides_of_a_block():
+def test_tested_lengths_straddle_the_block_size():
     assert {BLOCK - 1, BLOCK, BLOCK + 1} <= set(LENGTHS)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-def test_products_against_a_loop(n: int):
+def test_prefix_products_equal_loop(n: int):
     elements = matrices(n)
     forward, backward = scan_products(jnp.asarray(elements))
     np.testing.assert_allclose(forward, products_by_loop(elements), atol=1e-10)
     np.testing.assert_allclose(backward, products_by_loop(elements[::-1])[::-1], atol=1e-10)
 
 
-def test_under_vmap_and_gradients_against_finite_differences():
+def test_scan_gradients_under_vmap_equal_finite_differences():
     batch = np.stack([matrices(17), matrices(17)[::-1]])
     mapped = jax.jit(jax.vmap(scan_products))
     for elements, forward in zip(batch, mapped(jnp.asarray(batch))[0], strict=True):
@@ -56,7 +56,7 @@ def test_under_vmap_and_gradients_against_finite_differences():
     check_grads(mapped, (jnp.asarray(batch),), order=1, modes=["rev"], rtol=1e-4)
 
 
-def test_elements_may_be_pytrees():
+def test_scan_accepts_pytrees():
     """Affine maps x -> a x + b composed in order, with how many of them counted beside."""
     n = 37
     rng = np.random.default_rng(0)
@@ -84,7 +84,7 @@ suffixes = jax.jit(affine_suffix_scan)
 
 
 @pytest.mark.parametrize("n", [1, 2, 17, 100])
-def test_affine_suffix_scan_against_a_loop(n: int):
+def test_affine_suffix_scan_equals_loop(n: int):
     rng = np.random.default_rng(n)
     weights, biases = 0.6 * rng.normal(size=(n, 2, 2)), rng.normal(size=(n, 2))
     roots = rng.normal(size=(n, 2, 2))

@@ -116,12 +116,12 @@ def assert_lower(a: Any) -> None:
     np.testing.assert_array_equal(a, np.tril(a))
 
 
-def test_sizes_stand_on_both_sides_of_the_thresholds():
+def test_tested_sizes_straddle_the_thresholds():
     assert {linalg.UNROLLED, linalg.UNROLLED + 1, 2 * linalg.UNROLLED + 1} <= set(SIZES)
 
 
 @CASES
-def test_regular_problems(d: int, dtype: np.dtype):
+def test_cholesky_and_solves_of_regular_matrices_equal_numpy(d: int, dtype: np.dtype):
     p, got = solved(d, dtype.name, REGULAR)
     lower = np.tril(p.lower)
     covariance = np.tril(p.covariance) + np.tril(p.covariance, -1).T
@@ -169,7 +169,7 @@ def test_factors_reproduce_products_of_any_rank(d: int, kind: int, dtype: np.dty
 
 
 @CASES
-def test_cholesky_of_a_semidefinite_matrix(d: int, dtype: np.dtype):
+def test_semidefinite_cholesky_reproduces_the_matrix(d: int, dtype: np.dtype):
     p, got = solved(d, dtype.name, SEMIDEFINITE)
     covariance = np.tril(p.covariance) + np.tril(p.covariance, -1).T
     root = got.semidefinite_cholesky
@@ -189,7 +189,7 @@ def test_factors_of_few_and_many_columns(shape: tuple[int, int]):
     np.testing.assert_array_equal(jax.jit(linalg.tria)(0 * w), 0.0)
 
 
-def test_a_zero_pivot_above_entries_that_are_not_keeps_the_product():
+def test_zero_pivot_with_nonzero_column_keeps_the_product():
     scale = np.array([[0.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 3.0, 0.0]])
     lower, diagonal = map(np.asarray, linalg.unit_lower_and_diagonal(jnp.asarray(scale)))
     assert diagonal[2] == 0
@@ -212,7 +212,7 @@ def test_safe_functions_at_zero_have_finite_gradients():
 
 
 @pytest.mark.usefixtures("x32")
-def test_gram_schmidt_keeps_a_small_eigenvalue_that_the_product_loses():
+def test_gram_schmidt_keeps_small_eigenvalues():
     """Nearly parallel rows in float32: one eigenvalue about 1, the other 1e-12 of it."""
     w = np.array([[1.0, 3e-6], [1.0 + 1e-6, -1e-6]], np.float32)
     exact = np.linalg.cholesky(w.astype(float) @ w.T.astype(float))
@@ -241,7 +241,7 @@ gram_schmidt = jax.jit(lambda w: linalg.gram_schmidt(w)[:2])
 
 
 @given(w=hnp.arrays(np.float64, (3, 5), elements=ENTRIES))
-def test_tria_reproduces_the_product_of_anything(w: np.ndarray):
+def test_tria_reproduces_the_product(w: np.ndarray):
     root = np.asarray(tria(jnp.asarray(w)))
     assert np.all(np.isfinite(root)) and np.all(np.diagonal(root) >= 0)
     np.testing.assert_allclose(root @ root.T, w @ w.T, atol=1e-11 * (1 + np.abs(w).max()) ** 2)
@@ -264,7 +264,7 @@ def test_gram_schmidt_reproduces_the_product_of_columns_of_any_size(
 
 @pytest.mark.parametrize("d", [3, 7])
 @given(data=st.data())
-def test_cholesky_and_solves_of_anything(d: int, data: st.DataObject):
+def test_cholesky_and_solves_hold_for_random_matrices(d: int, data: st.DataObject):
     a = data.draw(hnp.arrays(np.float64, (d, d), elements=ENTRIES))
     covariance = a @ a.T + np.eye(d)
     lower = np.asarray(cholesky(jnp.asarray(covariance)))
@@ -311,7 +311,7 @@ def batch_of_factors(d: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("d", [2, 7])
-def test_derivatives_of_factors_and_solves(d: int):
+def test_derivatives_of_factors_and_solves_equal_finite_differences(d: int):
     lower = batch_of_factors(d)
 
     def both(lower: jax.Array, b: jax.Array):
@@ -329,7 +329,7 @@ def test_derivatives_of_factors_and_solves(d: int):
 
 
 @pytest.mark.parametrize("d", [2, 13])
-def test_derivatives_of_orthogonalisation(d: int):
+def test_derivatives_of_orthogonalisation_equal_finite_differences(d: int):
     rng = np.random.default_rng(d)
 
     def both(w: jax.Array):
@@ -340,7 +340,7 @@ def test_derivatives_of_orthogonalisation(d: int):
 
 # Beyond the unrolled sizes the factor is LAPACK's, whose derivative needs independent rows.
 @pytest.mark.parametrize("d", [3, 6])
-def test_gradients_are_finite_where_rows_depend_on_each_other(d: int):
+def test_gradients_are_finite_for_dependent_rows(d: int):
     w = problem(d, SEMIDEFINITE).wide
 
     @jax.jit

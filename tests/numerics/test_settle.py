@@ -64,7 +64,7 @@ def test_a_carry_that_never_settles_is_computed_to_the_end():
 
 
 @pytest.mark.parametrize("weight", [1.0 + 2**-22, 1.0 - 2**-20])
-def test_a_slow_drift_is_not_taken_for_the_end(weight, x32):
+def test_slow_drift_is_not_treated_as_settled(weight, x32):
     # One step changes the scale by two or eight roundings, and thousands of them by percents.
     def drift(fixed, scale, row):
         scale = fixed * scale

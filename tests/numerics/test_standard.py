@@ -34,8 +34,8 @@ def test_lower_factors_are_triangular_and_give_the_same_covariance(d, width):
     expected = np.linalg.slogdet(rows @ transpose(rows))[1] if width == 1.0 else None
     if expected is None:
         expected = [2 * np.sum(np.log(np.abs(np.diag(np.linalg.qr(r.T)[1])))) for r in rows]
-    found = 2 * np.sum(np.log(np.diagonal(lower, axis1=-2, axis2=-1)), axis=-1)
-    np.testing.assert_allclose(found, expected, rtol=1e-7)
+    log_determinant = 2 * np.sum(np.log(np.diagonal(lower, axis1=-2, axis2=-1)), axis=-1)
+    np.testing.assert_allclose(log_determinant, expected, rtol=1e-7)
 
 
 @pytest.mark.parametrize("d", [6, 7, 9])
@@ -60,7 +60,7 @@ def identity(d):
 @pytest.mark.parametrize("size", [1.0, 1e7])
 @pytest.mark.parametrize("p", [1, 4])
 @pytest.mark.parametrize("d", STATES)
-def test_conditioning_on_precise_and_imprecise_rows(d, p, size):
+def test_conditioning_on_rows_equals_joint_gaussian(d, p, size):
     design = size * np.random.default_rng(0).normal(size=(3, p, d))
     shrinkage, gain, whitener = jax.tree.map(np.asarray, condition_standard(jnp.asarray(design)))
     # Products with the precise rows come before products that would round them away.
@@ -76,7 +76,7 @@ def test_conditioning_on_precise_and_imprecise_rows(d, p, size):
 
 
 @pytest.mark.parametrize("d", STATES)
-def test_backward_kernels_are_those_of_the_joint_gaussian(d):
+def test_backward_kernels_equal_joint_gaussian(d):
     rng = np.random.default_rng(d)
     scale = np.tril(rng.normal(size=(3, d, d)))
     weight, noise = rng.normal(size=(2, 3, d, d))
@@ -112,7 +112,7 @@ def test_backward_kernels_are_those_of_the_joint_gaussian(d):
 
 
 @pytest.mark.parametrize("d", STATES)
-def test_derivatives_of_lower_factors(d):
+def test_derivatives_of_lower_factors_equal_finite_differences(d):
     rows = matrices(d, d, d + 2)
 
     def covariance(rows):

@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import joint_gaussian
 import numpy as np
 import pytest
-from linear_models import random_mask, random_model, singular_models
+from assertions import assert_close
+from linear_models import IncompleteSeries, incomplete_series, random_model, singular_models
 from registry import FAMILIES
 
 import retrodict as rd
@@ -34,22 +35,9 @@ LINEAR = [_marked(name, 3) for name, case in FAMILIES.items() if not case.sample
 SAMPLED = [_marked(name) for name, case in FAMILIES.items() if case.sampled]
 
 
-class Stream(NamedTuple):
-    """A series with missing entries and rows, and its inputs."""
-
-    ys: np.ndarray
-    mask: np.ndarray
-    inputs: np.ndarray
-
-
 @functools.cache
-def stream() -> Stream:
-    rng = np.random.default_rng(2)
-    inputs = rng.normal(size=(N, 1))
-    ys = np.array(model().simulate(jax.random.key(3), N, inputs=inputs)[1])
-    mask = random_mask(rng, N, 2, 0.8)
-    mask[4] = False
-    return Stream(np.where(mask, ys, 1e3), mask, inputs)
+def stream() -> IncompleteSeries:
+    return incomplete_series(model(), N, missing_row=4)
 
 
 @functools.cache
@@ -80,12 +68,8 @@ def read_one(live: rd.online.FixedLag, state: LagState, k: int):
     return live.update(state, s.ys[k], mask=s.mask[k], inputs=s.inputs[k])
 
 
-def assert_close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance), a, b)
-
-
 @functools.cache
-def whole(name: str, lag: int) -> tuple[LagState, LagOutput]:
+def scanned(name: str, lag: int) -> tuple[LagState, LagOutput]:
     """All rows in one call; for families that draw, with few paths."""
     live = rd.online.FixedLag(family(name), lag, num_samples=8)
     return read(live, live.init(KEY), 0, N)
@@ -103,7 +87,7 @@ def pushed_back(chain: rd.LinearGaussianChain, k: int, row: int) -> tuple[np.nda
 
 @pytest.mark.parametrize("name, lag", [*LINEAR, *_slow(*(("kalman", lag) for lag in (1, 6, 20)))])
 def test_rows_equal_offline_smoothing(name: str, lag: int):
-    live, (state, out) = rd.online.FixedLag(family(name), lag), whole(name, lag)
+    live, (state, out) = rd.online.FixedLag(family(name), lag), scanned(name, lag)
     chain = offline(name)
     np.testing.assert_allclose(out.filtered.mean, chain.laws.mean, atol=1e-10)
     np.testing.assert_allclose(out.filtered.covariance, chain.laws.covariance, atol=1e-10)
@@ -117,15 +101,15 @@ def test_rows_equal_offline_smoothing(name: str, lag: int):
     laws, last = chain.marginals(), live.flush(state)
     np.testing.assert_array_equal(last.row, np.arange(N - lag, N))
     np.testing.assert_array_equal(last.ready, last.row >= 0)
-    kept = np.asarray(last.ready)
-    rows = np.asarray(last.row)[kept]
-    np.testing.assert_allclose(last.smoothed.mean[kept], laws.mean[rows], atol=1e-10)
-    np.testing.assert_allclose(last.smoothed.covariance[kept], laws.covariance[rows], atol=1e-10)
-    assert np.all(np.isnan(last.smoothed.mean[~kept]))
+    ready = np.asarray(last.ready)
+    rows = np.asarray(last.row)[ready]
+    np.testing.assert_allclose(last.smoothed.mean[ready], laws.mean[rows], atol=1e-10)
+    np.testing.assert_allclose(last.smoothed.covariance[ready], laws.covariance[rows], atol=1e-10)
+    assert np.all(np.isnan(last.smoothed.mean[~ready]))
 
 
-def test_a_row_equals_that_of_a_series_that_ends_there():
-    s, out = stream(), whole("kalman", 3)[1]
+def test_row_equals_smoothing_of_series_ending_there():
+    s, out = stream(), scanned("kalman", 3)[1]
     chain = family("kalman").infer(s.ys[:7], mask=s.mask[:7], inputs=s.inputs[:7])
     laws = chain.marginals()
     np.testing.assert_allclose(out.smoothed.mean[6], laws.mean[3], atol=1e-10)
@@ -135,7 +119,7 @@ def test_a_row_equals_that_of_a_series_that_ends_there():
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_rows_equal_offline_paths_with_the_same_noise(name: str):
     lag, count = 3, 8
-    out, chain = whole(name, lag)[1], offline(name)
+    out, chain = scanned(name, lag)[1], offline(name)
     for k in range(N):
         key, row = jax.random.fold_in(KEY, k), max(k - lag, 0)
         noise = jax.random.normal(key, (count, lag + 1, chain.noise_dim))
@@ -159,7 +143,7 @@ def _is_none(leaf: Any) -> bool:
 
 
 @pytest.mark.statistical
-def test_flushed_rows_of_a_family_that_draws():
+def test_flushed_rows_of_sampled_family_equal_offline_paths():
     # 2 rows of 2 means, each beyond 5 joint standard errors with probability 6e-7.
     live = rd.online.FixedLag(family("mixture"), 3, num_samples=500)
     state, _ = read(live, live.init(KEY), 0, N)
@@ -174,10 +158,10 @@ def test_flushed_rows_of_a_family_that_draws():
     np.testing.assert_allclose(last.smoothed.mean[-1], laws.mean[-1], atol=1e-10)
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.slow  # `test_stream` has a quick form of it
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
-def test_chunks_do_not_matter(name: str):
-    live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), whole(name, 3)
+def test_chunks_give_the_same_rows(name: str):
+    live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), scanned(name, 3)
     state, parts = live.init(KEY), []
     for start in range(0, N, CHUNK):
         state, part = read(live, state, start, start + CHUNK)
@@ -197,11 +181,11 @@ def _arrays(state: LagState) -> Any:
     return state.family, state.law, state.steps, state.num_read
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.slow  # `test_stream` has a quick form of it
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
-def test_a_partly_filled_chunk(name: str):
+def test_partly_filled_chunk_gives_the_same_rows(name: str):
     live, s = rd.online.FixedLag(family(name), 3, num_samples=8), stream()
-    end, out = whole(name, 3)
+    end, out = scanned(name, 3)
     filler = np.full((N - 4, 1), np.nan)
     state, first = live.scan(
         live.init(KEY),
@@ -220,8 +204,8 @@ def test_a_partly_filled_chunk(name: str):
         inputs=np.concatenate([s.inputs[4:], s.inputs[:4]]),
         length=N - 4,
     )
-    kept = jax.tree.map(lambda leaf: leaf[: N - 4], rest)
-    assert_close(kept, jax.tree.map(lambda leaf: leaf[4:], out))
+    last_rows = jax.tree.map(lambda leaf: leaf[: N - 4], rest)
+    assert_close(last_rows, jax.tree.map(lambda leaf: leaf[4:], out))
     assert_close(_arrays(state), _arrays(end))
 
 
@@ -240,7 +224,7 @@ def test_a_padded_chunk_is_not_recompiled():
 
 
 @pytest.mark.parametrize("name", [*_slow(("kalman",)), "mixture"])
-def test_a_saved_state_resumes_to_the_last_bit(name: str, tmp_path: Path):
+def test_saved_state_resumes_bit_for_bit(name: str, tmp_path: Path):
     live = rd.online.FixedLag(family(name), 3, num_samples=8)
     state, _ = read(live, live.init(KEY), 0, CHUNK)
     rd.save(tmp_path / "state.rd", state)
@@ -250,21 +234,19 @@ def test_a_saved_state_resumes_to_the_last_bit(name: str, tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, going_on, resumed)
 
 
-def test_a_nan_is_a_missing_entry():
+def test_nan_is_a_missing_entry():
     live, s = rd.online.FixedLag(family("kalman"), 3), stream()
     ys = np.where(s.mask, s.ys, np.nan)
     _, out = live.scan(live.init(), ys, inputs=s.inputs)
-    assert_close(out, whole("kalman", 3)[1])
+    assert_close(out, scanned("kalman", 3)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["thin factor, 1e-10", "level and cycle"])
-def test_scales_at_the_edge_of_zero(name: str):
+def test_nearly_singular_models_equal_joint_gaussian(name: str):
     model, num_times = singular_models()[name], 40
     _, ys = model.simulate(jax.random.key(0), num_times)
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, num_times, None), np.asarray(ys), np.ones(ys.shape, bool)
-    )
+    oracle = joint_gaussian.posterior(model, ys)
     family = rd.KalmanFamily(model)
     np.testing.assert_allclose(family.infer(ys).marginals().mean, oracle.mean, atol=1e-9)
     live = rd.online.FixedLag(family, lag=num_times - 1)
@@ -273,17 +255,17 @@ def test_scales_at_the_edge_of_zero(name: str):
     np.testing.assert_allclose(out.filtered.mean[-1], oracle.mean[-1], atol=1e-9)
 
 
-def test_streams_under_vmap():
+def test_fixed_lag_works_under_vmap():
     live, s = rd.online.FixedLag(family("kalman"), 3), stream()
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), live.init())
     ys = jnp.stack([jnp.asarray(s.ys), jnp.ones_like(s.ys)])
     run = jax.vmap(lambda state, y: live.scan(state, y, mask=s.mask, inputs=s.inputs))
     states, out = run(states, ys)
-    assert_close(jax.tree.map(lambda leaf: leaf[0], out), whole("kalman", 3)[1])
+    assert_close(jax.tree.map(lambda leaf: leaf[0], out), scanned("kalman", 3)[1])
 
 
 @pytest.mark.slow
-def test_float32_in_a_float64_program():
+def test_float32_stream_stays_float32_with_x64_on():
     small = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf,
         family("kalman"),
@@ -292,14 +274,14 @@ def test_float32_in_a_float64_program():
     state, out = read(live, live.init(), 0, N)
     assert out.smoothed.mean.dtype == state.law.mean.dtype == jnp.float32
     np.testing.assert_allclose(
-        out.smoothed.mean, whole("kalman", 3)[1].smoothed.mean, rtol=1e-4, atol=1e-4
+        out.smoothed.mean, scanned("kalman", 3)[1].smoothed.mean, rtol=1e-4, atol=1e-4
     )
 
 
-def test_misuse_is_refused(untyped: None):
-    wanted: Any = "family"
+def test_fixed_lag_refuses_bad_arguments(untyped: None):
+    wrong: Any = "family"
     with pytest.raises(TypeError, match="expects a family"):
-        rd.online.FixedLag(wanted, 3)
+        rd.online.FixedLag(wrong, 3)
     with pytest.raises(ValueError, match="lag must be at least 1"):
         rd.online.FixedLag(family("kalman"), 0)
     with pytest.raises(ValueError, match="init needs a key"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from linear_models import linear_model
 from scipy.special import ndtri
 
 import retrodict as rd
@@ -23,10 +24,13 @@ NUM_SEEDS = 200
 
 def linear(d: int, weight: float, noise: float) -> rd.StateSpaceModel:
     turned = weight * jnp.eye(d) + 0.1 * jnp.eye(d, k=1)
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.full(d, 0.1), jnp.eye(d)),
-        transition=rd.LinearGaussianKernel(turned, 0.1 * jnp.ones(d), noise * jnp.eye(d)),
-        emission=rd.LinearGaussianKernel(jnp.eye(d), jnp.zeros(d), rd.Diagonal(0.5 * jnp.ones(d))),
+    return linear_model(
+        d,
+        mean=0.1,
+        weight=turned,
+        bias=0.1,
+        noise=noise,
+        error=rd.Diagonal(0.5 * jnp.ones(d)),
     )
 
 
@@ -49,11 +53,11 @@ class Case(NamedTuple):
 
 @eqx.filter_jit
 def _exact_gradient(parts: Parts, ys: jax.Array, length: jax.Array) -> Any:
-    def whole(parameters):
+    def full_bound(parameters):
         family, model = eqx.combine(parameters, parts.fixed)
         return rd.elbo(model, family.infer(ys, length=length), ys)
 
-    return jax.grad(whole)(parts.parameters)
+    return jax.grad(full_bound)(parts.parameters)
 
 
 def case(d: int, n: int, family: str = "kalman") -> Case:
@@ -79,7 +83,7 @@ def vector(tree) -> jax.Array:
     return ravel_pytree(tree)[0]
 
 
-def test_the_kalman_score_is_the_gradient_of_the_log_evidence(short: Case):
+def test_kalman_score_equals_log_evidence_gradient(short: Case):
     rows = rd.online.recursive_gradient(
         rd.online.KalmanScore(), None, short.model, short.ys, key=KEY, learn="model"
     )
@@ -108,14 +112,14 @@ def test_backpropagation_is_exact_while_all_rows_are_kept(short: Case):
 
 
 @pytest.mark.slow
-def test_a_window_is_that_of_fit(short: Case):
+def test_truncated_window_equals_fit_window(short: Case):
     rows = rd.online.recursive_gradient(
         rd.online.TruncatedBackprop(3, every=2), short.family, short.model, short.ys, key=KEY
     )
     parts = short.parts
     objective = ElboLoss(parts.fixed, rd.ClosedForm(), None, 1.0)
-    seen = ~jnp.isnan(short.ys)
-    series = Series(jnp.where(seen, short.ys, 0.0), seen, None, None)
+    observed = ~jnp.isnan(short.ys)
+    series = Series(jnp.where(observed, short.ys, 0.0), observed, None, None)
     batch = Minibatch(jax.tree.map(lambda leaf: leaf[None], series), 1)
 
     def loss(parameters):
@@ -136,7 +140,9 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("method", SAMPLED)
-def test_an_exact_chain_leaves_no_noise(method: rd.online.AbstractRecursiveGradient, short: Case):
+def test_exact_chain_gives_noise_free_gradients(
+    method: rd.online.AbstractRecursiveGradient, short: Case
+):
     model = learnable(short.model)
     rows = rd.online.recursive_gradient(method, rd.KalmanFamily(model), model, short.ys, key=KEY)
     # The family's gradient vanishes draw by draw, and every draw knows the evidence.
@@ -148,35 +154,37 @@ def test_an_exact_chain_leaves_no_noise(method: rd.online.AbstractRecursiveGradi
     np.testing.assert_allclose(total, vector(at(rows.gradient, -1)), atol=1e-10)
 
 
-def draws(method: rd.online.AbstractRecursiveGradient, given: Case, num_seeds: int) -> jax.Array:
+def draws(method: rd.online.AbstractRecursiveGradient, problem: Case, num_seeds: int) -> jax.Array:
     """The last gradients of many seeds."""
 
     def one(key):
-        rows = rd.online.recursive_gradient(method, given.family, given.model, given.ys, key=key)
+        rows = rd.online.recursive_gradient(
+            method, problem.family, problem.model, problem.ys, key=key
+        )
         return vector(at(rows.gradient, -1))
 
     keys = jax.random.split(jax.random.key(1), num_seeds)
     return jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=20))(keys)
 
 
-def standardised(found: jax.Array, exact: jax.Array) -> np.ndarray:
+def standardised(estimates: jax.Array, exact: jax.Array) -> np.ndarray:
     """Distances of means from their target, in standard errors; those without noise must agree."""
-    error = jnp.std(found, axis=0, ddof=1) / jnp.sqrt(found.shape[0])
-    off, noisy = jnp.mean(found, axis=0) - exact, error > 1e-12
+    error = jnp.std(estimates, axis=0, ddof=1) / jnp.sqrt(estimates.shape[0])
+    off, noisy = jnp.mean(estimates, axis=0) - exact, error > 1e-12
     np.testing.assert_allclose(off[~noisy], 0.0, atol=1e-9)
     return np.asarray(off[noisy] / error[noisy])
 
 
-def check_unbiased(found: jax.Array, exact: jax.Array, num_family: int) -> None:
+def check_unbiased(estimates: jax.Array, exact: jax.Array, num_family: int) -> None:
     """Each entry at a level of 1e-4 in all; along the gradient, λ and θ within three errors.
 
     With fixed seeds; of other seeds one in 180 would fail in one of the two directions, and one in
     10,000 in an entry.
     """
-    z = standardised(found, exact)
+    z = standardised(estimates, exact)
     assert np.max(np.abs(z)) < ndtri(1 - 0.5e-4 / z.size)
     for part in (slice(0, num_family), slice(num_family, None)):
-        along = jnp.einsum("sp,p->s", found[:, part], exact[part])[:, None]
+        along = jnp.einsum("sp,p->s", estimates[:, part], exact[part])[:, None]
         (distance,) = standardised(along, jnp.sum(exact[part] ** 2)[None])
         assert abs(distance) < 3
 
@@ -188,9 +196,9 @@ METHODS = [rd.online.RecursiveScore(24, normalised=False), rd.online.RecursivePa
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", METHODS, ids=["score", "pathwise"])
 def test_gradients_are_unbiased_on_a_short_series(method: rd.online.AbstractRecursiveGradient):
-    given = case(1, 6)
-    num_family = vector(given.parts.parameters[0]).shape[0]
-    check_unbiased(draws(method, given, NUM_SEEDS), given.exact(), num_family)
+    problem = case(1, 6)
+    num_family = vector(problem.parts.parameters[0]).shape[0]
+    check_unbiased(draws(method, problem, NUM_SEEDS), problem.exact(), num_family)
 
 
 @pytest.mark.slow
@@ -198,24 +206,24 @@ def test_gradients_are_unbiased_on_a_short_series(method: rd.online.AbstractRecu
 @pytest.mark.parametrize("family", ["kalman", "recurrent"])
 @pytest.mark.parametrize("method", METHODS, ids=["score", "pathwise"])
 def test_gradients_are_unbiased(method: rd.online.AbstractRecursiveGradient, family: str):
-    given = case(2, 50, family)
-    num_family = vector(given.parts.parameters[0]).shape[0]
-    check_unbiased(draws(method, given, NUM_SEEDS), given.exact(), num_family)
+    problem = case(2, 50, family)
+    num_family = vector(problem.parts.parameters[0]).shape[0]
+    check_unbiased(draws(method, problem, NUM_SEEDS), problem.exact(), num_family)
 
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_what_is_left_out_is_seen():
-    given = case(1, 20)
+def test_omitted_sensitivity_is_detected_as_bias():
+    problem = case(1, 20)
     method = rd.online.RecursivePathwise(32, sensitivity="none")
-    found = draws(method, given, NUM_SEEDS)
-    num_family = vector(given.parts.parameters[0]).shape[0]
+    estimates = draws(method, problem, NUM_SEEDS)
+    num_family = vector(problem.parts.parameters[0]).shape[0]
     with pytest.raises(AssertionError):
-        check_unbiased(found, given.exact(), num_family)
+        check_unbiased(estimates, problem.exact(), num_family)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_wrong_arguments_are_refused(short: Case):
+def test_recursive_gradient_refuses_bad_arguments(short: Case):
     with pytest.raises(ValueError, match="needs a family"):
         rd.online.recursive_gradient(
             rd.online.TruncatedBackprop(2), None, short.model, short.ys, key=KEY

@@ -47,11 +47,7 @@ def weight(learner: rd.online.OnlineLearner, state: LearnerState) -> np.ndarray:
     return np.asarray(learner.model(state).transition.weight)
 
 
-def same(one, other) -> bool:
-    return bool(eqx.tree_equal(one, other))
-
-
-def test_a_model_is_learned_from_a_stream(exact: rd.online.OnlineLearner, stream: jax.Array):
+def test_learner_learns_a_model_from_a_stream(exact: rd.online.OnlineLearner, stream: jax.Array):
     state, rows = exact.scan(exact.init(jax.random.key(1)), stream)
     errors = np.abs(weight(exact, state) - TRUTH)
     assert np.max(errors) < 0.06
@@ -65,7 +61,7 @@ def test_a_model_is_learned_from_a_stream(exact: rd.online.OnlineLearner, stream
 
 
 @pytest.mark.slow
-def test_a_family_and_a_model_are_learned_together(stream: jax.Array):
+def test_learner_learns_family_and_model_together(stream: jax.Array):
     start = model(jnp.zeros((2, 2)))
     learner = rd.online.OnlineLearner(
         rd.KalmanFamily(start),
@@ -81,7 +77,7 @@ def test_a_family_and_a_model_are_learned_together(stream: jax.Array):
     assert abs(float(jnp.mean(rows.elbo_increment[-1000:])) - float(evidence)) < 0.1
 
 
-def test_constant_steps_follow_a_change():
+def test_constant_step_size_tracks_a_change():
     turned = [model(sign * 0.8 * jnp.eye(1)) for sign in (1, -1)]
     ys = [m.simulate(jax.random.key(i), 1500)[1] for i, m in enumerate(turned)]
     learner = rd.online.OnlineLearner(None, turned[0], rd.online.KalmanScore(), optax.adam(5e-3))
@@ -131,27 +127,25 @@ def test_a_row_whose_step_overflows_does_not_block_later_steps():
     assert np.count_nonzero(rows.gradient_norm[12:]) == 14
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
-def test_chunks_and_a_saved_state_resume_to_the_last_bit(
-    windowed: rd.online.OnlineLearner, tmp_path: Path
-):
+@pytest.mark.slow  # `test_stream` has a quick form of it
+def test_learner_resumes_bit_for_bit(windowed: rd.online.OnlineLearner, tmp_path: Path):
     ys = rough(20)
     start = windowed.init(jax.random.key(1))
-    whole, rows = windowed.scan(start, ys)
+    end, rows = windowed.scan(start, ys)
     state, first = windowed.scan(start, ys, length=7)
     one, other = jax.tree.map(lambda leaf: np.nan_to_num(leaf[:7]), (rows, first))
-    assert same(one, other)
+    assert eqx.tree_equal(one, other)
     assert np.all(np.isnan(first.elbo_increment[7:]))
     rd.save(tmp_path / "state.rd", state)
     state = rd.load(tmp_path / "state.rd")
     for y in ys[7:10]:
         state, _ = windowed.update(state, y)
     state, _ = windowed.scan(state, jnp.concatenate([ys[10:], jnp.ones((10, 1))]), length=10)
-    assert same(state, whole)
+    assert eqx.tree_equal(state, end)
 
 
 @pytest.mark.slow
-def test_float32_stays_float32(x32: None, stream: jax.Array):
+def test_learner_in_float32_stays_float32(x32: None, stream: jax.Array):
     ys = jnp.asarray(np.asarray(stream[:300]), jnp.float32)
     start = model(jnp.zeros((2, 2), jnp.float32))
     optimiser = optax.adam(rd.online.robbins_monro(0.05))
@@ -169,7 +163,7 @@ def test_float32_stays_float32(x32: None, stream: jax.Array):
     ids=["score", "pathwise", "truncated"],
 )
 @pytest.mark.parametrize("kind", ["mixture", "nonlinear"])
-def test_families_that_draw_are_learned(method: rd.online.AbstractRecursiveGradient, kind: str):
+def test_learner_learns_sampled_families(method: rd.online.AbstractRecursiveGradient, kind: str):
     make = {"mixture": rd.MixtureFamily, "nonlinear": rd.NonlinearFamily}[kind]
     start = model(jnp.full((1, 1), 0.3))
     ys = model(0.8 * jnp.eye(1)).simulate(jax.random.key(2), 300)[1]
@@ -181,7 +175,7 @@ def test_families_that_draw_are_learned(method: rd.online.AbstractRecursiveGradi
     assert np.all(rows.smoothed.mean_standard_error[1:] > 0)
 
 
-def test_step_sizes_shrink_as_asked():
+def test_step_sizes_follow_their_schedule():
     schedule = rd.online.robbins_monro(0.1, exponent=0.75, warmup=10)
     assert np.asarray(schedule(0)) == pytest.approx(0.01)
     assert np.asarray(schedule(9)) == pytest.approx(0.1)
@@ -193,7 +187,7 @@ def test_step_sizes_shrink_as_asked():
 
 
 @pytest.mark.usefixtures("untyped")
-def test_wrong_arguments_are_refused(exact: rd.online.OnlineLearner):
+def test_learner_refuses_bad_arguments(exact: rd.online.OnlineLearner):
     start = model(jnp.zeros((1, 1)))
     family = rd.KalmanFamily(start)
     with pytest.raises(TypeError, match="expects a family"):

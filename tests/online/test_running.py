@@ -2,15 +2,16 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_close
 from jax import lax
-from linear_models import random_mask, random_model
+from linear_models import IncompleteSeries, incomplete_series, linear_model, random_model
 from registry import FAMILIES
 from scipy.stats import multivariate_normal
 
@@ -34,27 +35,14 @@ OTHERS = [name for name, case in FAMILIES.items() if not case.sampled and name !
 LINEAR = [*QUICK, *_slow(*OTHERS)]
 
 
-class Stream(NamedTuple):
-    """A series with missing entries and rows, and its inputs."""
-
-    ys: np.ndarray
-    mask: np.ndarray
-    inputs: np.ndarray
-
-
 @functools.cache
 def model() -> rd.StateSpaceModel:
     return random_model(np.random.default_rng(1), 2, 2, 1)
 
 
 @functools.cache
-def stream() -> Stream:
-    rng = np.random.default_rng(2)
-    inputs = rng.normal(size=(N, 1))
-    ys = np.array(model().simulate(jax.random.key(3), N, inputs=inputs)[1])
-    mask = random_mask(rng, N, 2, 0.8)
-    mask[3] = False
-    return Stream(np.where(mask, ys, 1e3), mask, inputs)
+def stream() -> IncompleteSeries:
+    return incomplete_series(model(), N, missing_row=3)
 
 
 @functools.cache
@@ -87,9 +75,9 @@ def running(name: str, method: str = "exact", **options: Any) -> rd.online.Runni
 
 def read(posterior: rd.online.RunningPosterior, state: RunningState, start: int, stop: int) -> Any:
     """Reads some of the rows, padded with nonsense to the length of all: compiled once."""
-    s, kept = stream(), np.arange(N)[:, None] < stop - start
-    ys = np.where(kept & np.roll(s.mask, -start, 0), np.roll(s.ys, -start, 0), np.nan)
-    inputs = np.where(kept, np.roll(s.inputs, -start, 0), np.nan)
+    s, exists = stream(), np.arange(N)[:, None] < stop - start
+    ys = np.where(exists & np.roll(s.mask, -start, 0), np.roll(s.ys, -start, 0), np.nan)
+    inputs = np.where(exists, np.roll(s.inputs, -start, 0), np.nan)
     mask = np.roll(s.mask, -start, 0)
     state, out = posterior.scan(state, ys, mask=mask, inputs=inputs, length=stop - start)
     assert np.all(np.isnan(out.filtered.mean[stop - start :]))
@@ -98,7 +86,7 @@ def read(posterior: rd.online.RunningPosterior, state: RunningState, start: int,
 
 
 @functools.cache
-def whole(name: str, method: str = "exact") -> tuple[RunningState, RunningOutput]:
+def scanned(name: str, method: str = "exact") -> tuple[RunningState, RunningOutput]:
     posterior = running(name, method)
     return read(posterior, posterior.init(KEY), 0, N)
 
@@ -121,23 +109,19 @@ def row(tree: Any, k: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[k], tree)
 
 
-def assert_close(a: Any, b: Any, tolerance: float = 1e-9) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance), a, b)
-
-
 @pytest.mark.parametrize("name", LINEAR)
-def test_every_row_equals_that_of_the_series_up_to_it(name: str):
-    out = whole(name)[1]
+def test_running_rows_equal_offline_prefixes(name: str):
+    out = scanned(name)[1]
     for k, (bound, values) in enumerate(offline(name)):
         assert float(out.elbo[k]) == pytest.approx(float(bound), abs=1e-9)
-        assert_close(row(out.values, k), values)
-    assert_close(np.cumsum(out.elbo_increment), out.elbo)
+        assert_close(row(out.values, k), values, 1e-9)
+    assert_close(np.cumsum(out.elbo_increment), out.elbo, 1e-9)
     assert not np.any(out.elbo_standard_error) and out.ess is None
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(out.standard_errors))
 
 
-def test_the_bound_of_the_exact_family_is_the_log_evidence():
-    s, out = stream(), whole("kalman")[1]
+def test_running_elbo_of_exact_family_equals_log_evidence():
+    s, out = stream(), scanned("kalman")[1]
     evidence = jax.jit(
         lambda length: (
             rd.kalman_smoother(
@@ -149,8 +133,8 @@ def test_the_bound_of_the_exact_family_is_the_log_evidence():
         assert float(out.elbo[k]) == pytest.approx(float(evidence(k + 1)), abs=1e-9)
 
 
-def test_lagged_rows_are_those_of_a_fixed_lag():
-    out, s = whole("kalman")[1], stream()
+def test_running_lagged_rows_equal_fixed_lag():
+    out, s = scanned("kalman")[1], stream()
     chain = family("kalman").infer(s.ys, mask=s.mask, inputs=s.inputs)
     np.testing.assert_allclose(out.filtered.mean, chain.laws.mean, atol=1e-10)
     mean, kernels = np.asarray(chain.laws.mean[4]), chain.kernels
@@ -159,22 +143,22 @@ def test_lagged_rows_are_those_of_a_fixed_lag():
     np.testing.assert_allclose(out.smoothed.mean[4], mean, atol=1e-10)
     np.testing.assert_array_equal(out.row, [0, 0, 0, 1, 2, 3])
     np.testing.assert_array_equal(out.ready, [False, False, True, True, True, True])
-    last = running("kalman").flush(whole("kalman")[0])
+    last = running("kalman").flush(scanned("kalman")[0])
     np.testing.assert_array_equal(last.row, [4, 5])
     np.testing.assert_allclose(last.smoothed.mean[-1], chain.laws.mean[-1], atol=1e-10)
 
 
 @pytest.mark.parametrize("method", ["unbiased", *_slow("all", "paris")])
-def test_any_draws_give_the_log_evidence_under_the_exact_posterior(method: str):
-    out = whole("kalman", method)[1]
-    np.testing.assert_allclose(out.elbo, whole("kalman")[1].elbo, rtol=0, atol=1e-10)
+def test_weighted_samples_of_exact_posterior_give_log_evidence(method: str):
+    out = scanned("kalman", method)[1]
+    np.testing.assert_allclose(out.elbo, scanned("kalman")[1].elbo, rtol=0, atol=1e-10)
     assert np.all(np.asarray(out.elbo_standard_error) < 1e-10)
     assert np.all(np.isnan(out.ess[1:])) if method == "paris" else np.all(out.ess > 1)
 
 
 def errors(name: str, out: RunningOutput) -> tuple[np.ndarray, np.ndarray]:
     """Estimates less exact values at all rows after the first, and their standard errors."""
-    exact = whole(name)[1]
+    exact = scanned(name)[1]
 
     def flat(elbo: Any, values: Any) -> np.ndarray:
         leaves = [np.asarray(leaf)[1:].reshape(N - 1, -1) for leaf in jax.tree.leaves(values)]
@@ -193,9 +177,9 @@ def sampled(name: str, method: rd.online.WeightedSamples) -> RunningOutput:
 
 
 @pytest.mark.statistical
-def test_weights_that_are_not_normalised_are_unbiased():
+def test_unnormalised_weights_are_unbiased():
     # 5 rows of 11 numbers, each beyond 4.9 standard errors with probability 1e-6: 6e-5 in all.
-    difference, error = errors("shifted", whole("shifted", "unbiased")[1])
+    difference, error = errors("shifted", scanned("shifted", "unbiased")[1])
     assert np.all(np.abs(difference) < 4.9 * error)
     assert np.max(error) < 0.5
 
@@ -209,14 +193,16 @@ def biases(count: int, draws: int | None, replicates: int) -> tuple[np.ndarray, 
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("draws", [None, 2])
-def test_the_bias_of_normalised_weights_falls_with_their_number(draws: int | None):
+def test_bias_of_normalised_weights_falls_with_sample_size(draws: int | None):
     # Six draws are seen to be biased, and a bias of order 1/N is eight times less with 48. Each of
     # 55 comparisons fails by chance with probability below 1e-6.
     few, few_error = biases(6, None, 4000)
     many, many_error = biases(48, draws, 1000)
-    seen = np.abs(few) > 8 * few_error
-    assert np.any(seen)
-    assert np.all(np.abs(many)[seen] < 0.5 * np.abs(few)[seen] + 4.9 * many_error[seen])
+    significant = np.abs(few) > 8 * few_error
+    assert np.any(significant)
+    assert np.all(
+        np.abs(many)[significant] < 0.5 * np.abs(few)[significant] + 4.9 * many_error[significant]
+    )
 
 
 @pytest.mark.slow
@@ -225,8 +211,8 @@ def test_drawn_indices_have_the_expectation_of_all_pairs():
     # 55 numbers, each beyond 4.9 joint standard errors with probability 1e-6. Indices are drawn
     # with the weights of all pairs: the bias is the same, and only the variance is larger.
     every, every_error = biases(6, None, 4000)
-    drawn, drawn_error = biases(6, 2, 4000)
-    assert np.all(np.abs(drawn - every) < 4.9 * np.hypot(every_error, drawn_error))
+    bias, drawn_error = biases(6, 2, 4000)
+    assert np.all(np.abs(bias - every) < 4.9 * np.hypot(every_error, drawn_error))
     assert np.mean(drawn_error) > np.mean(every_error)
 
 
@@ -234,7 +220,7 @@ def test_drawn_indices_have_the_expectation_of_all_pairs():
 @pytest.mark.statistical
 @pytest.mark.parametrize("name", ["nonlinear", "mixture"])
 @pytest.mark.parametrize("draws", [None, 2])
-def test_families_that_draw(name: str, draws: int | None):
+def test_sampled_families_run_on_streams(name: str, draws: int | None):
     # 6 rows of 11 numbers, each beyond 5 joint standard errors with probability 6e-7; the bias of
     # 200 draws is below the standard errors of 8 replicates, which have heavier tails: 7 instead.
     s = stream()
@@ -284,7 +270,7 @@ def test_weights_are_ratios_of_densities():
             np.testing.assert_allclose(got[i], kernel - law, rtol=1e-9, atol=1e-9)
 
 
-def test_unbiased_weights_are_those_of_the_mean_around_the_others():
+def test_unbiased_weights_centre_on_the_other_samples():
     rng = np.random.default_rng(0)
     logs = np.concatenate([rng.normal(size=(3, 5)), 12.0 * rng.normal(size=(3, 5))])
     got = np.asarray(jax.vmap(samples._unbiased)(jnp.asarray(logs)))
@@ -302,12 +288,12 @@ def test_unbiased_weights_are_those_of_the_mean_around_the_others():
     assert np.all(np.isfinite(lonely)) and float(jnp.sum(lonely)) == pytest.approx(1.0)
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.slow  # `test_stream` has a quick form of it
 @pytest.mark.parametrize(
     "name, method",
     [("kalman", "exact"), ("kalman", "unbiased"), ("kalman", "paris"), ("mixture", "all")],
 )
-def test_a_saved_state_resumes_to_the_last_bit(name: str, method: str, tmp_path: Path):
+def test_running_state_resumes_bit_for_bit(name: str, method: str, tmp_path: Path):
     posterior = running(name, method)
     state, _ = read(posterior, posterior.init(KEY), 0, CHUNK)
     rd.save(tmp_path / "state.rd", state)
@@ -316,7 +302,7 @@ def test_a_saved_state_resumes_to_the_last_bit(name: str, method: str, tmp_path:
     going_on, resumed = (read(posterior, each, CHUNK, N)[1] for each in (state, restored))
     jax.tree.map(np.testing.assert_array_equal, going_on, resumed)
     # Chunks do not matter, and a state is as large as it was at the start.
-    end, out = whole(name, method)
+    end, out = scanned(name, method)
     assert_close(going_on, row(out, slice(CHUNK, N)), 1e-10)
     assert_close(read(posterior, state, CHUNK, N)[0].totals, end.totals, 1e-10)
     sizes = [[leaf.shape for leaf in jax.tree.leaves(s)] for s in (posterior.init(KEY), state)]
@@ -330,7 +316,7 @@ def test_single_rows_equal_a_chunk(method: str):
     state = posterior.init(KEY)
     for k in range(N):
         state, out = posterior.update(state, s.ys[k], mask=s.mask[k], inputs=s.inputs[k])
-        assert_close(out, row(whole("kalman", method)[1], k), 1e-10)
+        assert_close(out, row(scanned("kalman", method)[1], k), 1e-10)
 
 
 def _single(tree: Any) -> Any:
@@ -341,7 +327,7 @@ def _single(tree: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "all", "paris"])
-def test_single_precision(method: str):
+def test_running_posterior_in_float32_stays_float32(method: str):
     posterior = rd.online.RunningPosterior(
         _single(family("kalman")),
         _single(model()),
@@ -351,10 +337,10 @@ def test_single_precision(method: str):
     state, out = read(posterior, posterior.init(KEY), 0, N)
     inexact = [leaf for leaf in jax.tree.leaves((state, out)) if eqx.is_inexact_array(leaf)]
     assert {leaf.dtype for leaf in inexact} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(out.elbo, whole("kalman")[1].elbo, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(out.elbo, scanned("kalman")[1].elbo, rtol=1e-4, atol=1e-3)
 
 
-def test_totals_of_long_streams_keep_their_digits():
+def test_totals_of_long_streams_keep_precision():
     step = jnp.float32(-1.1)
 
     def move(carry: Any, _: None) -> tuple[Any, None]:
@@ -389,8 +375,10 @@ def after_all_rows(name: str, named: dict[str, rd.AbstractFunctional], **options
     """Their expectations under the chain of the whole series."""
     s = stream()
     chain = family(name).infer(s.ys, mask=s.mask, inputs=s.inputs)
-    seen = model().series(s.ys, mask=s.mask, inputs=s.inputs)
-    at = jax.jit(lambda c: {key: rd.expectation(c, f, seen, **options) for key, f in named.items()})
+    series = model().series(s.ys, mask=s.mask, inputs=s.inputs)
+    at = jax.jit(
+        lambda c: {key: rd.expectation(c, f, series, **options) for key, f in named.items()}
+    )
     return at(chain)
 
 
@@ -401,19 +389,19 @@ def last_row(name: str, named: dict[str, rd.AbstractFunctional], method: Any) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
-def test_every_functional_is_followed(name: str):
+def test_functionals_are_tracked_exactly(name: str):
     named = every_functional(quadratic=True)
-    assert_close(last_row(name, named, None).values, after_all_rows(name, named))
+    assert_close(last_row(name, named, None).values, after_all_rows(name, named), 1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("draws", [None, 2])
-def test_every_functional_is_followed_by_draws(draws: int | None):
+def test_functionals_are_tracked_by_weighted_samples(draws: int | None):
     # About 100 numbers, each beyond 7 joint standard errors, of which 16 replicates make up a part,
     # with probability below 5e-6. The bias of 400 draws is below these errors.
     named = every_functional(quadratic=False)
-    found = last_row("kalman", named, rd.online.WeightedSamples(400, draws, num_replicates=16))
+    estimates = last_row("kalman", named, rd.online.WeightedSamples(400, draws, num_replicates=16))
     options: Any = {"key": jax.random.key(4), "with_standard_error": True}
     exact = after_all_rows("kalman", named, estimator=rd.BackwardSampling(20_000), **options)
     for key, (value, error) in exact.items():
@@ -421,15 +409,15 @@ def test_every_functional_is_followed_by_draws(draws: int | None):
             lambda a, b, s, t: np.testing.assert_array_less(
                 np.abs(a - b), 7 * np.hypot(s, t) + 1e-9
             ),
-            found.values[key],
+            estimates.values[key],
             value,
-            found.standard_errors[key],
+            estimates.standard_errors[key],
             error,
         )
 
 
 @pytest.mark.slow
-def test_functionals_read_data_of_their_own():
+def test_running_functionals_read_their_data():
     s, price = stream(), np.arange(1.0, N + 1)
     weighed = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
     posterior = rd.online.RunningPosterior(family("kalman"), functionals={"cost": weighed})
@@ -438,7 +426,7 @@ def test_functionals_read_data_of_their_own():
         state, s.ys, mask=s.mask, inputs=s.inputs, data={"cost": jnp.asarray(price)}
     )[1]
     chain = family("kalman").infer(s.ys, mask=s.mask, inputs=s.inputs)
-    assert_close(out.values["cost"][-1], price @ np.asarray(chain.marginals().mean))
+    assert_close(out.values["cost"][-1], price @ np.asarray(chain.marginals().mean), 1e-9)
     assert out.elbo is None and out.elbo_increment is None
     # Without a lag, what is smoothed is what is filtered.
     np.testing.assert_array_equal(out.row, np.arange(N))
@@ -446,23 +434,23 @@ def test_functionals_read_data_of_their_own():
 
 
 @pytest.mark.slow
-def test_large_clouds_are_weighed_in_tiles(monkeypatch: pytest.MonkeyPatch):
+def test_tiled_weights_equal_untiled_weights(monkeypatch: pytest.MonkeyPatch):
     posterior = running("shifted", "all")
-    at_once = whole("shifted", "all")[1]
+    at_once = scanned("shifted", "all")[1]
     monkeypatch.setattr(samples, "TILE", 3 * 8)
     jax.clear_caches()
     assert_close(read(posterior, posterior.init(KEY), 0, N)[1], at_once, 1e-10)
 
 
 @pytest.mark.slow
-def test_streams_under_vmap():
+def test_running_posterior_works_under_vmap():
     posterior, s = running("kalman", "unbiased"), stream()
     states = jax.vmap(posterior.init)(jnp.stack([KEY, jax.random.key(1)]))
     out = jax.vmap(lambda state: posterior.scan(state, s.ys, mask=s.mask, inputs=s.inputs))(states)
-    assert_close(row(out[1], 0), whole("kalman", "unbiased")[1], 1e-10)
+    assert_close(row(out[1], 0), scanned("kalman", "unbiased")[1], 1e-10)
 
 
-def test_misuse_is_refused(untyped: None):
+def test_running_posterior_refuses_bad_arguments(untyped: None):
     kalman, mixture = family("kalman"), family("mixture")
     bent = eqx.tree_at(
         lambda m: m.emission,
@@ -490,10 +478,10 @@ def test_misuse_is_refused(untyped: None):
         running("kalman", "all").init()
     with pytest.raises(ValueError, match="names of functionals"):
         running("kalman").update(
-            whole("kalman")[0], np.zeros(2), inputs=np.zeros(1), data={"no": 1}
+            scanned("kalman")[0], np.zeros(2), inputs=np.zeros(1), data={"no": 1}
         )
     with pytest.raises(ValueError, match="lag=0"):
-        rd.online.RunningPosterior(kalman, model()).flush(whole("kalman")[0])
+        rd.online.RunningPosterior(kalman, model()).flush(scanned("kalman")[0])
     for options, message in [
         ({"num_samples": 1}, "at least 2"),
         ({"num_samples": 9, "num_draws": 1}, "at least 2"),
@@ -506,22 +494,17 @@ def test_misuse_is_refused(untyped: None):
         rd.online.WeightedSamples(9, 2, backward=rd.particles.MCMCBackward())
 
 
-def assert_same_but_skipped(found: Any, expected: Any) -> None:
-    found, expected = (eqx.tree_at(lambda o: o.skipped, o, None) for o in (found, expected))
+def assert_same_but_skipped(actual: Any, expected: Any) -> None:
+    actual, expected = (eqx.tree_at(lambda o: o.skipped, o, None) for o in (actual, expected))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), actual, expected
     )
 
 
 @pytest.mark.parametrize("size", [1e160, pytest.param(1e153, marks=pytest.mark.slow)])
-def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
+def test_row_with_overflowing_likelihood_is_treated_as_missing(size: float):
     # The square of the first overflows; that of the second only in units of the noise.
-    eye = jnp.eye(1)
-    sharp = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), 1e-5 * eye),
-        rd.LinearGaussianKernel(0.9 * eye, jnp.zeros(1), 1e-5 * eye),
-        rd.LinearGaussianKernel(eye, jnp.zeros(1), 1e-5 * eye),
-    )
+    sharp = linear_model(prior=1e-5, noise=1e-5, error=1e-5)
     posterior = rd.online.RunningPosterior(
         rd.KalmanFamily(sharp), sharp, functionals=FUNCTIONALS, lag=LAG
     )
@@ -542,7 +525,7 @@ def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
         assert_same_but_skipped(one, row(expected, k))
 
 
-def test_data_of_a_functional_that_overflow_are_left_out():
+def test_overflowing_functional_data_are_skipped():
     linear = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
     posterior = rd.online.RunningPosterior(family("kalman"), functionals={"linear": linear})
     s, weights = stream(), np.ones(N)
@@ -556,7 +539,7 @@ def test_data_of_a_functional_that_overflow_are_left_out():
     assert np.all(np.isfinite(out.values["linear"]))
 
 
-def test_a_row_that_overflows_the_filter_is_read_as_missing():
+def test_row_that_overflows_the_filter_is_treated_as_missing():
     live = rd.online.FixedLag(family("kalman"), LAG)
     s = stream()
     ys = np.where(s.mask, s.ys, np.nan)

@@ -14,10 +14,11 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from bounded_law import Within
+from assertions import assert_means_agree
+from backward_chains import shifted_chain
 from jaxtyping import Array
-from linear_models import random_model
-from wrong_chain import shaken
+from linear_models import linear_transition_model, random_model
+from nonlinear_models import heavy_tailed_count_model, nonlinear_kernel, uniform_emission
 
 import retrodict as rd
 from retrodict._chains import AbstractKernelChain
@@ -32,7 +33,7 @@ N = 6
 MODEL = random_model(np.random.default_rng(3), 2, 2)
 YS = MODEL.simulate(jax.random.key(4), N)[1]
 EXACT = rd.kalman_smoother(MODEL, YS)
-WRONG = shaken(EXACT.chain)
+WRONG = shifted_chain(EXACT.chain)
 SAMPLERS = [
     rd.particles.MCMCBackward(),
     *(
@@ -60,17 +61,17 @@ def runs(
     @jax.jit
     @jax.vmap
     def run(key: jax.Array) -> dict[str, jax.Array]:
-        found = rd.guided_smoother(key, model, chain, ys, num_particles, **options)
-        value, error = found.expectation(rd.StateSum())
-        moments, _ = found.expectation(rd.SecondMoments())
+        posterior = rd.guided_smoother(key, model, chain, ys, num_particles, **options)
+        value, error = posterior.expectation(rd.StateSum())
+        moments, _ = posterior.expectation(rd.SecondMoments())
         return {
-            "mean": found.mean,
-            "covariance": found.covariance,
+            "mean": posterior.mean,
+            "covariance": posterior.covariance,
             "sum": value,
             "between": moments.between,
-            "log_evidence": found.log_evidence,
+            "log_evidence": posterior.log_evidence,
             "sum_error": error,
-            "log_evidence_error": found.log_evidence_standard_error(),
+            "log_evidence_error": posterior.log_evidence_standard_error(),
         }
 
     keys = jax.random.split(jax.random.key(0), num_keys)
@@ -87,18 +88,9 @@ def wanted_of(exact: KalmanPosterior, length: int) -> dict[str, np.ndarray]:
     }
 
 
-def check_means(found: dict, wanted: dict, num_particles: int, bias: float = 3.0) -> None:
-    """Averages over keys are exact but for 4.5 standard errors and a bias of bias/N."""
-    for name, value in wanted.items():
-        error = np.abs(found[name].mean(0) - value)
-        standard = found[name].std(0) / np.sqrt(len(found[name]))
-        allowed = 4.5 * standard + bias / num_particles
-        assert np.all(error <= allowed), f"{name}: {np.max(error / allowed):.2f} of what is allowed"
-
-
-def check_evidence(found: dict, log_evidence: Any) -> None:
+def check_evidence(estimates: dict, log_evidence: Any) -> None:
     """The exponential of the estimate is unbiased."""
-    ratio = np.exp(found["log_evidence"] - float(log_evidence))
+    ratio = np.exp(estimates["log_evidence"] - float(log_evidence))
     assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / np.sqrt(len(ratio))
 
 
@@ -106,59 +98,63 @@ def check_evidence(found: dict, log_evidence: Any) -> None:
 
 
 @pytest.mark.parametrize("forward", SAMPLERS)
-def test_under_the_exact_posterior_all_weights_are_equal(
+def test_exact_chain_gives_equal_weights(
     forward: rd.particles.AbstractBackwardSampler, key: jax.Array
 ):
-    found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 200, 100, forward=forward)
-    np.testing.assert_allclose(found.log_weights, -np.log(200), rtol=0, atol=1e-9)
-    np.testing.assert_allclose(found.ess, 200, rtol=1e-9)
-    assert float(found.log_evidence) == pytest.approx(float(EXACT.log_evidence), abs=1e-9)
-    assert float(found.log_evidence_standard_error()) < 1e-6
-    assert found.samples.shape == (100, N, 2) and found.indices.shape == (N, 100)
-    assert int(found.status) == 0 and int(found.status_time) == -1
+    posterior = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 200, 100, forward=forward)
+    np.testing.assert_allclose(posterior.log_weights, -np.log(200), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(posterior.ess, 200, rtol=1e-9)
+    assert float(posterior.log_evidence) == pytest.approx(float(EXACT.log_evidence), abs=1e-9)
+    assert float(posterior.log_evidence_standard_error()) < 1e-6
+    assert posterior.samples.shape == (100, N, 2) and posterior.indices.shape == (N, 100)
+    assert int(posterior.status) == 0 and int(posterior.status_time) == -1
     here = np.arange(200)
-    np.testing.assert_array_equal(found.ancestors, np.broadcast_to(here, (N, 200)))
+    np.testing.assert_array_equal(posterior.ancestors, np.broadcast_to(here, (N, 200)))
 
 
 @pytest.mark.slow
-def test_without_resampling_the_genealogy_is_a_set_of_independent_paths(key: jax.Array):
-    found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 400, forward=rd.particles.Genealogy())
-    np.testing.assert_array_equal(found.num_distinct, 400)
-    value, error = found.expectation(rd.StateSum())
-    sums = np.asarray(found.samples.sum(1))
+def test_genealogy_without_resampling_has_independent_paths(key: jax.Array):
+    posterior = rd.guided_smoother(
+        key, MODEL, EXACT.chain, YS, 400, forward=rd.particles.Genealogy()
+    )
+    np.testing.assert_array_equal(posterior.num_distinct, 400)
+    value, error = posterior.expectation(rd.StateSum())
+    sums = np.asarray(posterior.samples.sum(1))
     np.testing.assert_allclose(error, sums.std(0, ddof=1) / 20, rtol=1e-9)
     assert np.all(np.abs(value - EXACT.chain.marginals().mean.sum(0)) < 4.5 * error)
 
 
 @pytest.mark.slow
-def test_a_series_of_one_row(key: jax.Array):
+def test_guided_smoother_works_on_one_row(key: jax.Array):
     exact = rd.kalman_smoother(MODEL, YS[:1])
-    found = rd.guided_smoother(key, MODEL, exact.chain, YS[:1], 50)
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
-    found = runs(MODEL, shaken(exact.chain), YS[:1], 50, 200)
-    check_evidence(found, exact.log_evidence)
-    wanted = wanted_of(exact, 1)
-    check_means(found, {name: wanted[name] for name in ("mean", "sum")}, 50)
+    result = rd.guided_smoother(key, MODEL, exact.chain, YS[:1], 50)
+    assert float(result.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+    result = runs(MODEL, shifted_chain(exact.chain), YS[:1], 50, 200)
+    check_evidence(result, exact.log_evidence)
+    expected = wanted_of(exact, 1)
+    assert_means_agree(result, {name: expected[name] for name in ("mean", "sum")}, 50)
 
 
 # --- a wrong chain --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("forward", SAMPLERS)
-def test_a_wrong_chain_is_corrected(forward: rd.particles.AbstractBackwardSampler):
-    wanted = wanted_of(EXACT, N)
-    found = runs(MODEL, WRONG, YS, 100, 300, forward=forward)
-    check_means(found, wanted, 100, bias=10.0)
-    check_evidence(found, EXACT.log_evidence)
+def test_wrong_chain_is_corrected_to_kalman_moments(forward: rd.particles.AbstractBackwardSampler):
+    expected = wanted_of(EXACT, N)
+    estimates = runs(MODEL, WRONG, YS, 100, 300, forward=forward)
+    assert_means_agree(estimates, expected, 100, bias=10.0)
+    check_evidence(estimates, EXACT.log_evidence)
     # What the chain itself says would be refused.
-    own = {name: value[None] for name, value in wanted_of(kalman_like(WRONG), N).items()}
+    uncorrected = {name: value[None] for name, value in wanted_of(kalman_like(WRONG), N).items()}
     with pytest.raises(AssertionError, match="of what is allowed"):
-        check_means(own, wanted, 100, bias=10.0)
+        assert_means_agree(uncorrected, expected, 100, bias=10.0)
     # Resampling that is better than multinomial, or seldom, leaves standard errors too large.
-    scores = (found["sum"] - wanted["sum"]) / found["sum_error"]
+    scores = (estimates["sum"] - expected["sum"]) / estimates["sum_error"]
     if not isinstance(forward, rd.particles.Genealogy):
         assert np.all((scores.std(0) > 0.5) & (scores.std(0) < 1.2)), scores.std(0)
-    scores = (found["log_evidence"] - float(EXACT.log_evidence)) / found["log_evidence_error"]
+    scores = (estimates["log_evidence"] - float(EXACT.log_evidence)) / estimates[
+        "log_evidence_error"
+    ]
     assert 0.6 < scores.std() < 1.5, scores.std()
 
 
@@ -177,46 +173,46 @@ def kalman_like(chain: rd.LinearGaussianChain) -> KalmanPosterior:
     ],
     ids=["covered", "multinomial", "residual", "stratified"],
 )
-def test_a_wrong_chain_is_corrected_in_every_way(chain: AbstractKernelChain, options: dict):
-    found = runs(MODEL, chain, YS, 200, 200, **options)
-    check_means(found, wanted_of(EXACT, N), 200, bias=10.0)
-    check_evidence(found, EXACT.log_evidence)
+def test_wrong_chain_is_corrected_with_every_option(chain: AbstractKernelChain, options: dict):
+    estimates = runs(MODEL, chain, YS, 200, 200, **options)
+    assert_means_agree(estimates, wanted_of(EXACT, N), 200, bias=10.0)
+    check_evidence(estimates, EXACT.log_evidence)
 
 
 @pytest.mark.statistical
-def test_errors_fall_as_one_over_the_root_of_the_number_of_particles():
+def test_guided_errors_fall_with_the_root_of_num_particles():
     # Over 60 keys the slopes have standard deviations of at most 0.05: 0.2 is four of them.
-    wanted = wanted_of(EXACT, N) | {"log_evidence": np.asarray(EXACT.log_evidence)}
+    expected = wanted_of(EXACT, N) | {"log_evidence": np.asarray(EXACT.log_evidence)}
     sizes = np.array([100, 400, 1600])
-    found = [runs(MODEL, WRONG, YS, int(size), 60) for size in sizes]
-    for name, value in wanted.items():
-        errors = [np.sqrt(np.mean((run[name] - value) ** 2)) for run in found]
+    estimates = [runs(MODEL, WRONG, YS, int(size), 60) for size in sizes]
+    for name, value in expected.items():
+        errors = [np.sqrt(np.mean((run[name] - value) ** 2)) for run in estimates]
         slope = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
         assert -0.7 < slope < -0.3, f"{name}: {slope:.2f}"
 
 
 @pytest.mark.statistical
-def test_filtering_laws_cover_kernels_that_are_too_sure_of_themselves():
+def test_defensive_laws_correct_overconfident_kernels():
     # Filtering laws that cover, and kernels of a fifth of the width.
     sure = eqx.tree_at(
         lambda q: q.kernels.scale_tril, EXACT.chain, 0.2 * EXACT.chain.kernels.scale_tril
     )
     plain = runs(MODEL, sure, YS, 300, 100)
-    found = runs(MODEL, rd.defensive_mixture(sure, None, 0.3), YS, 300, 100)
-    assert found["log_evidence"].std() < 0.5 * plain["log_evidence"].std()
-    check_evidence(found, EXACT.log_evidence)
+    estimates = runs(MODEL, rd.defensive_mixture(sure, None, 0.3), YS, 300, 100)
+    assert estimates["log_evidence"].std() < 0.5 * plain["log_evidence"].std()
+    check_evidence(estimates, EXACT.log_evidence)
 
 
 BIMODAL = rd.StateSpaceModel(
     rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    rd.NonlinearGaussianKernel(lambda x: x + 0.5 * jnp.sin(x), rd.Diagonal(0.5 * jnp.ones(1))),
-    rd.NonlinearGaussianKernel(lambda x: 0.3 * x**2 + x, rd.Diagonal(0.6 * jnp.ones(1))),
+    nonlinear_kernel(lambda x: x + 0.5 * jnp.sin(x), 0.5),
+    nonlinear_kernel(lambda x: 0.3 * x**2 + x, 0.6),
 )
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("forward", [rd.particles.MCMCBackward(), rd.particles.ExactBackward()])
-def test_a_chain_with_one_mode_finds_both_where_it_covers_them(
+def test_wide_unimodal_chain_finds_both_modes(
     forward: rd.particles.AbstractBackwardSampler,
 ):
     ys = BIMODAL.simulate(jax.random.key(2), 8)[1]
@@ -231,11 +227,11 @@ def test_a_chain_with_one_mode_finds_both_where_it_covers_them(
         jnp.zeros((7, 1)),
         jnp.full((7, 1, 1), 0.8),
     )
-    found = runs(BIMODAL, chain, ys, 400, 100, forward=forward)
+    estimates = runs(BIMODAL, chain, ys, 400, 100, forward=forward)
     mean = np.asarray(exact.mean)
-    wanted = {"mean": mean, "covariance": np.asarray(exact.covariance), "sum": mean.sum(0)}
-    check_means(found, wanted, 400, bias=10.0)
-    check_evidence(found, exact.log_evidence)
+    expected = {"mean": mean, "covariance": np.asarray(exact.covariance), "sum": mean.sum(0)}
+    assert_means_agree(estimates, expected, 400, bias=10.0)
+    check_evidence(estimates, exact.log_evidence)
 
 
 # --- a chain that is elsewhere --------------------------------------------------------------------
@@ -261,46 +257,46 @@ def elsewhere(num_times: int) -> rd.LinearGaussianChain:
 
 
 @pytest.mark.parametrize("cover", COVERS)
-def test_without_resampling_particles_are_paths_with_importance_weights(
+def test_no_resampling_equals_importance_sampling_of_paths(
     cover: tuple[rd.Gaussian | None, float], key: jax.Array
 ):
     ys, chain = jnp.array([[0.1], [-0.6], [1.2]]), rd.defensive_mixture(elsewhere(3), *cover)
-    found = rd.guided_smoother(
+    posterior = rd.guided_smoother(
         key, BIMODAL, chain, ys, 40, threshold=1e-9, forward=rd.particles.Genealogy(), strict=False
     )
-    paths = jnp.swapaxes(found.particles, 0, 1)
+    paths = jnp.swapaxes(posterior.particles, 0, 1)
     weigh = jax.jit(jax.vmap(lambda x: BIMODAL.log_joint(x, ys) - chain.log_prob(x)))
     log_weights = weigh(paths)
     total = float(jax.nn.logsumexp(log_weights))
-    assert float(found.log_evidence) == pytest.approx(total - math.log(40), abs=1e-9)
-    np.testing.assert_allclose(found.log_weights[0], log_weights - total, atol=1e-9)
+    assert float(posterior.log_evidence) == pytest.approx(total - math.log(40), abs=1e-9)
+    np.testing.assert_allclose(posterior.log_weights[0], log_weights - total, atol=1e-9)
     # The wide law was drawn from, and where it was, the chain alone would have no such state.
     far = float(jnp.mean(jnp.abs(paths - 2.5) > 2.0))
     assert 0.1 < far < 0.4 if cover[0] is not None else far == 0.0
 
 
-def scores(found: dict, exact: rd.GridPosterior) -> np.ndarray:
+def scores(estimates: dict, exact: rd.GridPosterior) -> np.ndarray:
     """The z-scores of evidence and means over independent runs.
 
     With Ẑ the estimated evidence and m the mean over the paths of a run, Ẑ is an unbiased estimate
     of the evidence and Ẑ m of its product with the smoothed mean: there is no bias to allow for.
     """
-    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
-    off = found["mean"][..., 0] - np.asarray(exact.mean)[:, 0]
+    ratio = np.exp(estimates["log_evidence"] - float(exact.log_evidence))
+    off = estimates["mean"][..., 0] - np.asarray(exact.mean)[:, 0]
     values = np.concatenate([ratio[:, None] - 1, ratio[:, None] * off], axis=1)
     return values.mean(0) / (values.std(0, ddof=1) / np.sqrt(len(values)))
 
 
 @pytest.mark.statistical
-def test_a_covered_chain_is_corrected_wherever_it_is():
+def test_defensive_mixture_is_corrected_far_from_the_posterior():
     # Six z-scores below 4.5: a false alarm in 25,000.
     ys = BIMODAL.simulate(jax.random.key(2), 5)[1]
     grid = rd.Grid(jnp.array([-9.0]), jnp.array([9.0]), 1500)
     exact = rd.grid_smoother(BIMODAL, ys, grid).check()
-    found = runs(BIMODAL, rd.defensive_mixture(elsewhere(5), WIDE, 0.5), ys, 2000, 200)
-    assert np.max(np.abs(scores(found, exact))) < 4.5, scores(found, exact)
+    estimates = runs(BIMODAL, rd.defensive_mixture(elsewhere(5), WIDE, 0.5), ys, 2000, 200)
+    assert np.max(np.abs(scores(estimates, exact))) < 4.5, scores(estimates, exact)
     # An evidence that is wrong by a fifth would be refused,
-    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+    ratio = np.exp(estimates["log_evidence"] - float(exact.log_evidence))
     assert 4.5 * ratio.std() / np.sqrt(200) < 0.2
     # and without the cover so are the same runs: all of them miss all of the mass.
     alone = runs(BIMODAL, elsewhere(5), ys, 2000, 200)
@@ -346,27 +342,23 @@ class CurvedKernel(rd.AbstractBackwardKernel):
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("share", [None, 0.2])
-def test_any_chain_corrects_to_the_posterior_of_any_model(share: float | None):
-    model = rd.StateSpaceModel(
-        dist.Normal(jnp.zeros(1), 0.5),
-        rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
-        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+def test_curved_chain_is_corrected_for_heavy_tailed_counts(share: float | None):
+    model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [np.nan], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     laws = jax.vmap(rd.Gaussian)(jnp.full((5, 1), 0.3), jnp.ones((5, 1, 1)))
     chain = rd.SampledChain(laws, CurvedKernel(), jnp.zeros((4, 1)))
     chain = chain if share is None else rd.defensive_mixture(chain, None, share)
-    wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
+    expected = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
     for forward in (
         rd.particles.MCMCBackward(),
         rd.particles.ExactBackward(),
         rd.particles.RejectionBackward(log_bound=bound),
     ):
-        found = runs(model, chain, ys, 300, 100, forward=forward)
-        check_means(found, wanted, 300, bias=10.0)
-        check_evidence(found, exact.log_evidence)
+        estimates = runs(model, chain, ys, 300, 100, forward=forward)
+        assert_means_agree(estimates, expected, 300, bias=10.0)
+        check_evidence(estimates, exact.log_evidence)
 
 
 @pytest.mark.parametrize("general", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -380,13 +372,13 @@ def test_reversed_pairs_are_densities_of_moves_to_the_particles(general: bool):
     particles, xs = jnp.asarray(rng.normal(size=(5, 2))), jnp.asarray(rng.normal(size=(3, 2)))
     pairs = BackwardWeights.of(kernel, None, particles, reverse=True)
     assert pairs.whitened is not general
-    found = np.asarray(pairs.matrix(pairs.prepare(xs)))
+    log_densities = np.asarray(pairs.matrix(pairs.prepare(xs)))
     density = jax.vmap(jax.vmap(kernel.log_prob, in_axes=(0, None)), in_axes=(None, 0))
-    wanted = np.asarray(density(xs, particles)) / np.log(2)
-    shift = 0.0 if general else found[0, 0] - wanted[0, 0]
-    np.testing.assert_allclose(found, wanted + shift, rtol=1e-9)
+    expected = np.asarray(density(xs, particles)) / np.log(2)
+    shift = 0.0 if general else log_densities[0, 0] - expected[0, 0]
+    np.testing.assert_allclose(log_densities, expected + shift, rtol=1e-9)
     one = pairs.each(jnp.array([4, 0, 2]), pairs.prepare(xs))
-    np.testing.assert_allclose(one, found[[4, 0, 2], [0, 1, 2]], rtol=1e-9)
+    np.testing.assert_allclose(one, log_densities[[4, 0, 2], [0, 1, 2]], rtol=1e-9)
 
 
 # --- masks, inputs and lengths --------------------------------------------------------------------
@@ -404,16 +396,16 @@ def driven() -> tuple[rd.StateSpaceModel, np.ndarray, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_inputs_masks_and_padding_under_the_exact_posterior(key: jax.Array):
+def test_exact_chain_with_inputs_masks_and_padding_gives_equal_weights(key: jax.Array):
     model, ys, options = driven()
     exact = rd.kalman_smoother(model, ys, **options)
-    found = rd.guided_smoother(key, model, exact.chain, ys, 100, **options)
-    np.testing.assert_allclose(found.log_weights, -np.log(100), rtol=0, atol=1e-9)
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
-    assert float(found.log_evidence_standard_error()) < 1e-6
+    posterior = rd.guided_smoother(key, model, exact.chain, ys, 100, **options)
+    np.testing.assert_allclose(posterior.log_weights, -np.log(100), rtol=0, atol=1e-9)
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+    assert float(posterior.log_evidence_standard_error()) < 1e-6
     # Beyond the end paths stay where they are.
-    last = np.asarray(found.samples[:, 3:4])
-    np.testing.assert_array_equal(found.samples[:, 4:], np.broadcast_to(last, (100, 3, 2)))
+    last = np.asarray(posterior.samples[:, 3:4])
+    np.testing.assert_array_equal(posterior.samples[:, 4:], np.broadcast_to(last, (100, 3, 2)))
 
 
 @pytest.mark.slow
@@ -421,40 +413,40 @@ def test_inputs_masks_and_padding_under_the_exact_posterior(key: jax.Array):
 def test_padding_changes_nothing(key: jax.Array, length: int):
     model, ys, options = driven()
     options |= {"length": length}
-    chain = shaken(rd.kalman_smoother(model, ys, **options).chain)
+    chain = shifted_chain(rd.kalman_smoother(model, ys, **options).chain)
     padded = rd.guided_smoother(key, model, chain, ys, 50, **options)
     short = eqx.tree_at(lambda q: q.length, chain.prefix(length), None)
     cut = {name: options[name][:length] for name in ("mask", "inputs")}
-    whole = rd.guided_smoother(key, model, short, ys[:length], 50, **cut)
-    np.testing.assert_array_equal(padded.indices[:length], whole.indices)
-    np.testing.assert_allclose(padded.samples[:, :length], whole.samples, rtol=1e-12)
-    np.testing.assert_allclose(padded.ess[:length], whole.ess, rtol=1e-9)
-    assert float(padded.log_evidence) == pytest.approx(float(whole.log_evidence), rel=1e-9)
-    ours, theirs = (found.log_evidence_standard_error() for found in (padded, whole))
+    unpadded = rd.guided_smoother(key, model, short, ys[:length], 50, **cut)
+    np.testing.assert_array_equal(padded.indices[:length], unpadded.indices)
+    np.testing.assert_allclose(padded.samples[:, :length], unpadded.samples, rtol=1e-12)
+    np.testing.assert_allclose(padded.ess[:length], unpadded.ess, rtol=1e-9)
+    assert float(padded.log_evidence) == pytest.approx(float(unpadded.log_evidence), rel=1e-9)
+    ours, theirs = (each.log_evidence_standard_error() for each in (padded, unpadded))
     assert float(ours) == pytest.approx(float(theirs), rel=1e-9)
     for ours, theirs in zip(
-        padded.expectation(rd.StateSum()), whole.expectation(rd.StateSum()), strict=True
+        padded.expectation(rd.StateSum()), unpadded.expectation(rd.StateSum()), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
 @pytest.mark.statistical
-def test_smoothed_moments_with_inputs_masks_and_padding():
+def test_guided_moments_with_inputs_masks_and_padding_equal_kalman():
     model, ys, options = driven()
     exact = rd.kalman_smoother(model, ys, **options)
-    found = runs(model, shaken(exact.chain), ys, 200, 200, **options)
-    check_means(found, wanted_of(exact, 4), 200, bias=10.0)
-    check_evidence(found, exact.log_evidence)
+    estimates = runs(model, shifted_chain(exact.chain), ys, 200, 200, **options)
+    assert_means_agree(estimates, wanted_of(exact, 4), 200, bias=10.0)
+    check_evidence(estimates, exact.log_evidence)
 
 
 @pytest.mark.slow
-def test_a_batch_of_series_of_unequal_length(key: jax.Array):
+def test_guided_smoother_handles_unequal_lengths(key: jax.Array):
     model, ys, options = driven()
     rest = {name: options[name] for name in ("mask", "inputs")}
 
     def smooth(length: Any) -> GuidedPosterior:
         chain = rd.kalman_smoother(model, ys, length=length, **rest).chain
-        return rd.guided_smoother(key, model, shaken(chain), ys, 30, length=length, **rest)
+        return rd.guided_smoother(key, model, shifted_chain(chain), ys, 30, length=length, **rest)
 
     batch = jax.jit(jax.vmap(smooth))(jnp.array([1, 4]))
     with pytest.raises(ValueError, match="batch of series"):
@@ -476,27 +468,23 @@ def test_a_batch_of_series_of_unequal_length(key: jax.Array):
         pytest.param(rd.particles.ExactBackward(), marks=pytest.mark.slow),
     ],
 )
-def test_in_single_precision(
+def test_guided_smoother_in_float32_stays_float32(
     x32: None, key: jax.Array, forward: rd.particles.AbstractBackwardSampler
 ):
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
     ys = np.asarray(YS, np.float32)
     exact = rd.kalman_smoother(model, ys)
     chain = rd.defensive_mixture(exact.chain, None, 0.1)
-    found = rd.guided_smoother(key, model, chain, ys, 100, forward=forward)
-    assert found.samples.dtype == found.log_weights.dtype == jnp.float32
-    assert abs(float(found.log_evidence - exact.log_evidence)) < 0.5
-    found = rd.guided_smoother(key, model, exact.chain, ys, 100, forward=forward)
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), rel=1e-5)
-    np.testing.assert_allclose(found.ess, 100, rtol=1e-3)
+    posterior = rd.guided_smoother(key, model, chain, ys, 100, forward=forward)
+    assert posterior.samples.dtype == posterior.log_weights.dtype == jnp.float32
+    assert abs(float(posterior.log_evidence - exact.log_evidence)) < 0.5
+    posterior = rd.guided_smoother(key, model, exact.chain, ys, 100, forward=forward)
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), rel=1e-5)
+    np.testing.assert_allclose(posterior.ess, 100, rtol=1e-3)
 
 
 def bounded(ys: np.ndarray) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.DistributionKernel(lambda x: Within(x, 2.0)),
-    )
+    model = linear_transition_model(uniform_emission())
     near = eqx.tree_at(lambda m: m.emission, model, model.transition)
     return model, rd.kalman_smoother(near, ys).chain
 
@@ -504,23 +492,23 @@ def bounded(ys: np.ndarray) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]
 @pytest.mark.parametrize(
     "time", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )
-def test_an_impossible_row_is_named(key: jax.Array, time: int):
+def test_guided_smoother_names_impossible_row(key: jax.Array, time: int):
     ys = np.zeros((5, 1))
     model, chain = bounded(ys)
-    found = rd.guided_smoother(key, model, chain, ys, 200)
-    assert int(found.status) == 0 and np.isfinite(found.log_evidence)
+    posterior = rd.guided_smoother(key, model, chain, ys, 200)
+    assert int(posterior.status) == 0 and np.isfinite(posterior.log_evidence)
     ys[time] = 1e3
     with pytest.raises(FloatingPointError, match=f"guided_smoother: no particle.*at time {time}"):
         rd.guided_smoother(key, model, chain, ys, 200)
-    found = rd.guided_smoother(key, model, chain, ys, 200, strict=False)
-    assert (int(found.status), int(found.status_time)) == (1, time)
-    assert float(found.log_evidence) == -math.inf
+    posterior = rd.guided_smoother(key, model, chain, ys, 200, strict=False)
+    assert (int(posterior.status), int(posterior.status_time)) == (1, time)
+    assert float(posterior.log_evidence) == -math.inf
 
 
 @pytest.mark.slow
-def test_a_handful_of_particles_is_named(key: jax.Array):
-    found = rd.guided_smoother(key, MODEL, WRONG, YS, 5)
-    assert int(found.status) == 3 and 0 <= int(found.status_time) < N
+def test_low_effective_sample_size_is_reported(key: jax.Array):
+    posterior = rd.guided_smoother(key, MODEL, WRONG, YS, 5)
+    assert int(posterior.status) == 3 and 0 <= int(posterior.status_time) < N
 
 
 @pytest.mark.usefixtures("untyped")
@@ -545,20 +533,20 @@ def test_a_handful_of_particles_is_named(key: jax.Array):
         ),
     ],
 )
-def test_misuse_is_refused(change: dict, kind: type[Exception], words: str):
-    given = {"key": jax.random.key(0), "model": MODEL, "chain": WRONG, "ys": YS}
+def test_guided_smoother_refuses_bad_arguments(change: dict, kind: type[Exception], words: str):
+    arguments = {"key": jax.random.key(0), "model": MODEL, "chain": WRONG, "ys": YS}
     with pytest.raises(kind, match=words):
-        UNTYPED.guided_smoother(**(given | {"num_particles": 10} | change))
+        UNTYPED.guided_smoother(**(arguments | {"num_particles": 10} | change))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untyped")
-def test_a_posterior_wants_a_functional(key: jax.Array):
-    found: Any = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 20)
+def test_guided_posterior_refuses_bad_arguments(key: jax.Array):
+    posterior: Any = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 20)
     with pytest.raises(TypeError, match="expects a functional"):
-        found.expectation(lambda x: x)
+        posterior.expectation(lambda x: x)
     with pytest.raises(ValueError, match="one row per time step, 6 rows"):
-        found.expectation(rd.StateSum(), jnp.zeros((3, 1)))
+        posterior.expectation(rd.StateSum(), jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="between 0 and 1"):
-        found.quantile(1.5)
-    np.testing.assert_allclose(found.quantile(0.5), np.median(found.samples, axis=0))
+        posterior.quantile(1.5)
+    np.testing.assert_allclose(posterior.quantile(0.5), np.median(posterior.samples, axis=0))

@@ -14,7 +14,8 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from bounded_law import Within
+from linear_models import linear_model, planar_model
+from nonlinear_models import heavy_tailed_count_model, uniform_emission
 
 import retrodict as rd
 from retrodict._expectations import SecondMomentSums
@@ -23,23 +24,14 @@ from retrodict.particles import AdditivePosterior
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
 
-MODEL = rd.StateSpaceModel(
-    rd.Gaussian(jnp.array([0.5, -0.5]), jnp.array([[1.0, 0.0], [0.3, 0.8]])),
-    rd.LinearGaussianKernel(
-        jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
-        jnp.array([0.1, -0.2]),
-        jnp.array([[0.6, 0.0], [0.2, 0.5]]),
-        jnp.array([[1.0], [-0.5]]),
-    ),
-    rd.LinearGaussianKernel(
-        jnp.array([[1.0, 0.4]]), jnp.array([0.2]), jnp.array([[0.7]]), jnp.array([[0.5]])
-    ),
+MODEL = planar_model(
+    input_weight=jnp.array([[1.0], [-0.5]]),
+    design=jnp.array([[1.0, 0.4]]),
+    offset=0.2,
+    error=0.7,
+    design_input=0.5,
 )
-SCALAR = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.zeros(1), 0.6 * jnp.eye(1)),
-    rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.7 * jnp.eye(1)),
-)
+SCALAR = linear_model(weight=0.8, noise=0.6, error=0.7)
 
 
 def series() -> tuple[np.ndarray, dict[str, Any]]:
@@ -75,11 +67,11 @@ def exact_everything() -> Any:
     return mean.sum(0), SecondMomentSums(within, between), score  # pyright: ignore
 
 
-def check_averages(found: Any, exact: Any, num_particles: int) -> None:
+def check_averages(estimates: Any, exact: Any, num_particles: int) -> None:
     """Leaves of `found` have a leading axis for the keys."""
-    leaves, wanted = jax.tree.leaves(found), jax.tree.leaves(exact)
-    assert len(leaves) == len(wanted) > 0
-    for values, value in zip(leaves, wanted, strict=True):
+    leaves, expected = jax.tree.leaves(estimates), jax.tree.leaves(exact)
+    assert len(leaves) == len(expected) > 0
+    for values, value in zip(leaves, expected, strict=True):
         values, value = np.asarray(values), np.asarray(value)
         assert values.shape[1:] == value.shape
         standard = values.std(0) / np.sqrt(len(values))
@@ -105,7 +97,7 @@ def keys(count: int, seed: int = 0) -> jax.Array:
     ],
     ids=["rejection", "exact", "mcmc", "genealogy", "forward_residual", "forward"],
 )
-def test_smoothed_functionals_of_a_linear_model(verb: Callable, options: dict):
+def test_online_functionals_of_linear_model_equal_kalman(verb: Callable, options: dict):
     ys, rest = series()
     functional = _everything(MODEL)
 
@@ -114,22 +106,26 @@ def test_smoothed_functionals_of_a_linear_model(verb: Callable, options: dict):
     def run(key: jax.Array) -> AdditivePosterior:
         return verb(key, MODEL, ys, functional, 100, **options, **rest)
 
-    found = run(keys(200))
-    check_averages(found.value, exact_everything(), 100)
+    estimates = run(keys(200))
+    check_averages(estimates.value, exact_everything(), 100)
     exact = rd.kalman_smoother(MODEL, ys, **rest).log_evidence
-    ratio = np.exp(np.asarray(found.log_evidence) - float(exact))
+    ratio = np.exp(np.asarray(estimates.log_evidence) - float(exact))
     assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / np.sqrt(200)
-    assert np.all(found.status == 0) and np.all(found.min_ess > 1) and np.all(found.min_ess < 100)
+    assert (
+        np.all(estimates.status == 0)
+        and np.all(estimates.min_ess > 1)
+        and np.all(estimates.min_ess < 100)
+    )
 
 
 @pytest.mark.statistical
-def test_the_forward_smoother_is_what_many_draws_tend_to():
+def test_paris_converges_to_forward_smoothing():
     # Given one filter (the keys are split alike), more draws come nearer: by a factor of 10 here.
     ys = SCALAR.simulate(jax.random.key(1), 20)[1]
-    whole = rd.particles.forward_smoother(jax.random.key(0), SCALAR, ys, rd.StateSum(), 50)
+    forward = rd.particles.forward_smoother(jax.random.key(0), SCALAR, ys, rd.StateSum(), 50)
     errors = []
     for draws in (2, 200):
-        found = rd.paris(
+        estimate = rd.paris(
             jax.random.key(0),
             SCALAR,
             ys,
@@ -138,12 +134,12 @@ def test_the_forward_smoother_is_what_many_draws_tend_to():
             backward=rd.particles.ExactBackward(),
             num_draws=draws,
         )
-        np.testing.assert_allclose(found.log_evidence, whole.log_evidence, rtol=1e-12)
-        errors.append(abs(float((found.value - whole.value)[0])))
+        np.testing.assert_allclose(estimate.log_evidence, forward.log_evidence, rtol=1e-12)
+        errors.append(abs(float((estimate.value - forward.value)[0])))
     assert errors[1] < 0.5 * errors[0] and errors[1] < 0.1
 
 
-def test_forward_smoothing_is_the_sum_over_all_backward_probabilities():
+def test_forward_smoothing_equals_explicit_backward_sum():
     # The recursion on the particles of one filter, written out in numpy.
     ys = SCALAR.simulate(jax.random.key(1), 4)[1]
     smoother = rd.online.OnlineSmoother(SCALAR, rd.SecondMoments(), 30, backward=None)
@@ -166,7 +162,7 @@ def test_forward_smoothing_is_the_sum_over_all_backward_probabilities():
 
 
 @pytest.mark.slow
-def test_a_stream_is_as_a_whole_series():
+def test_stream_equals_whole_series():
     ys, rest = series()
     data = np.arange(6.0)
     functional = rd.AdditiveFunctional(
@@ -174,7 +170,7 @@ def test_a_stream_is_as_a_whole_series():
         lambda x, data: {"x": x + data, "step": jnp.zeros(2)},
     )
     sampler = rd.particles.MCMCBackward(1)
-    whole = rd.paris(
+    offline = rd.paris(
         jax.random.key(0), MODEL, ys, functional, 40, data=data, backward=sampler, **rest
     )
     smoother = rd.online.OnlineSmoother(MODEL, functional, 40, backward=sampler)
@@ -183,9 +179,9 @@ def test_a_stream_is_as_a_whole_series():
     for k in range(5):
         state, out = smoother.update(state, ys[k], inputs=us[k], data=data[k])
         assert not bool(out.skipped)
-    np.testing.assert_allclose(state.value["x"], whole.value["x"], rtol=1e-9)
-    np.testing.assert_allclose(state.value["step"], whole.value["step"], rtol=1e-9)
-    np.testing.assert_allclose(state.log_evidence, whole.log_evidence, rtol=1e-10)
+    np.testing.assert_allclose(state.value["x"], offline.value["x"], rtol=1e-9)
+    np.testing.assert_allclose(state.value["step"], offline.value["step"], rtol=1e-9)
+    np.testing.assert_allclose(state.log_evidence, offline.log_evidence, rtol=1e-10)
     assert int(state.num_read) == 5 and int(state.status) == 0
     # A mask says what NaN says, whatever stands under it.
     mask = np.arange(6)[:, None] != 2
@@ -204,17 +200,17 @@ def test_a_stream_is_as_a_whole_series():
     "verb",
     [pytest.param(v, marks=pytest.mark.slow) for v in (rd.paris, rd.particles.forward_smoother)],
 )
-def test_padding_adds_nothing(verb: Callable):
+def test_online_smoother_ignores_padding(verb: Callable):
     ys, rest = series()
     padded = verb(jax.random.key(2), MODEL, ys, rd.StateSum(), 30, **rest)
     ys, inputs = ys[:5], rest["inputs"][:5]
-    whole = verb(jax.random.key(2), MODEL, ys, rd.StateSum(), 30, inputs=inputs)
+    unpadded = verb(jax.random.key(2), MODEL, ys, rd.StateSum(), 30, inputs=inputs)
     for name in ("value", "log_evidence", "min_ess"):
-        np.testing.assert_allclose(getattr(padded, name), getattr(whole, name), rtol=1e-10)
+        np.testing.assert_allclose(getattr(padded, name), getattr(unpadded, name), rtol=1e-10)
 
 
 @pytest.mark.slow
-def test_a_batch_is_as_its_series_one_by_one():
+def test_online_smoother_on_a_batch_equals_single_series():
     ys, rest = series()
     lengths = jnp.array([5, 3])
 
@@ -229,7 +225,7 @@ def test_a_batch_is_as_its_series_one_by_one():
 
 
 @pytest.mark.slow
-def test_a_single_particle():
+def test_online_smoother_works_with_a_single_particle():
     # The state of the one particle, at every time, whatever is drawn backward.
     ys = SCALAR.simulate(jax.random.key(1), 3)[1]
     smoother = rd.online.OnlineSmoother(SCALAR, rd.StateSum(), 1)
@@ -242,12 +238,8 @@ def test_a_single_particle():
 
 
 @pytest.mark.statistical
-def test_paris_under_moves_that_are_not_gaussian():
-    model = rd.StateSpaceModel(
-        dist.Normal(jnp.zeros(1), 0.5),
-        rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
-        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+def test_paris_handles_student_transitions():
+    model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [3.0], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
@@ -257,12 +249,12 @@ def test_paris_under_moves_that_are_not_gaussian():
     @jax.vmap
     def run(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         options = {"mask": True, "threshold": 1.0}
-        found = rd.paris(key, model, ys, rd.StateSum(), 200, backward=sampler, **options)
-        whole = rd.particles.forward_smoother(key, model, ys, rd.StateSum(), 200, **options)
-        return found.value, whole.value
+        estimate = rd.paris(key, model, ys, rd.StateSum(), 200, backward=sampler, **options)
+        forward = rd.particles.forward_smoother(key, model, ys, rd.StateSum(), 200, **options)
+        return estimate.value, forward.value
 
-    wanted = np.asarray(exact.mean).sum(0)
-    check_averages(run(keys(100)), (wanted, wanted), 200)
+    expected = np.asarray(exact.mean).sum(0)
+    check_averages(run(keys(100)), (expected, expected), 200)
 
 
 # --- long series ----------------------------------------------------------------------------------
@@ -308,15 +300,15 @@ def test_paris_is_calibrated_over_keys(long_series: jax.Array, runs_of_its_start
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.timeout(900)
-def test_paris_on_a_hundred_thousand_observations(
+def test_paris_is_stable_over_a_hundred_thousand_rows(
     long_series: jax.Array, runs_of_its_start: np.ndarray
 ):
     # The standard deviation is that of the first 2000 rows times the root of 50; one key in 370
     # has a z-score beyond 3.
-    found = rd.paris(jax.random.key(11), SCALAR, long_series, rd.StateSum(), 100)
-    assert int(found.status) == 0
+    estimate = rd.paris(jax.random.key(11), SCALAR, long_series, rd.StateSum(), 100)
+    assert int(estimate.status) == 0
     spread = runs_of_its_start.std(ddof=1) * np.sqrt(50)
-    assert abs(float(found.value[0]) - exact_sum(long_series)) < 3 * spread
+    assert abs(float(estimate.value[0]) - exact_sum(long_series)) < 3 * spread
 
 
 # --- precision and failure ------------------------------------------------------------------------
@@ -327,31 +319,31 @@ def test_paris_on_a_hundred_thousand_observations(
 )
 @pytest.mark.parametrize("ys_kind", [np.float32, np.float64])
 @pytest.mark.slow
-def test_a_model_in_single_precision_while_double_is_on(verb: Callable, ys_kind: Any):
+def test_online_smoother_keeps_float32_with_x64_on(verb: Callable, ys_kind: Any):
     model = jax.tree.map(lambda leaf: leaf.astype(np.float32), SCALAR)
     ys = jnp.ones((4, 1), ys_kind)
-    found = verb(jax.random.key(0), model, ys, rd.StateSum(), 20)
-    wanted = rd.kalman_smoother(model, ys).log_evidence.dtype
-    assert found.value.dtype == found.log_evidence.dtype == wanted
+    estimate = verb(jax.random.key(0), model, ys, rd.StateSum(), 20)
+    dtype = rd.kalman_smoother(model, ys).log_evidence.dtype
+    assert estimate.value.dtype == estimate.log_evidence.dtype == dtype
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", [rd.paris, rd.particles.forward_smoother])
-def test_single_precision(verb: Callable, x32: None):
+def test_online_smoother_in_float32_stays_float32(verb: Callable, x32: None):
     model = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), np.float32), SCALAR)
     ys = np.sin(np.arange(20.0))[:, None]
-    found = verb(jax.random.key(0), model, ys, rd.StateSum(), 300)
-    assert found.value.dtype == np.float32
+    estimate = verb(jax.random.key(0), model, ys, rd.StateSum(), 300)
+    assert estimate.value.dtype == np.float32
     exact = rd.kalman_smoother(model, ys).chain.marginals().mean.sum()
     # The standard deviation is about 0.2.
-    assert abs(float(found.value[0] - exact)) < 1.0
+    assert abs(float(estimate.value[0] - exact)) < 1.0
 
 
-def test_a_stream_skips_rows_that_no_particle_explains():
+def test_stream_skips_impossible_rows():
     model = eqx.tree_at(
         lambda model: model.emission,
         SCALAR,
-        rd.DistributionKernel(lambda x: Within(x, 2.0)),
+        uniform_emission(),
     )
     smoother = rd.online.OnlineSmoother(model, rd.StateSum(), 20)
     ys = np.array([0.0, 0.5, 1000.0, 0.0, -1000.0])[:, None]
@@ -454,6 +446,6 @@ def _first_row(model: Any, y: np.ndarray) -> Any:
         ),
     ],
 )
-def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
+def test_online_smoother_refuses_bad_arguments(call: Callable, kind: type[Exception], message: str):
     with pytest.raises(kind, match="(?s)" + message):
         call()

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nonlinear_models import nonlinear_emission_model
 
 import retrodict as rd
 from retrodict._linearised.smoother import smooth_from_paths
@@ -14,11 +15,7 @@ from retrodict.particles.particle_filter import run_filter
 from retrodict.particles.tempered import TemperedFilter, tempered_smoother
 
 ERROR = 0.02
-MODEL = rd.StateSpaceModel(
-    rd.Gaussian(jnp.array([0.2]), jnp.eye(1)),
-    rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), 0.3 * jnp.eye(1)),
-    rd.NonlinearGaussianKernel(jnp.square, rd.Diagonal(jnp.array([ERROR]))),
-)
+MODEL = nonlinear_emission_model(jnp.square, ERROR, mean=0.2, noise=0.3)
 YS = jnp.array([[2.0], [2.3], [jnp.nan], [1.8], [2.1], [2.4]])
 
 
@@ -28,25 +25,25 @@ def exact():
 
 
 @pytest.mark.statistical
-def test_tempered_particles_survive_a_sharp_sensor(exact):
+def test_tempered_filter_survives_sharp_observations(exact):
     """False-alarm rate below 1e-4: four standard errors; the key is fixed."""
-    found = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS), 1000)
-    assert int(found.status) == 0 and int(jnp.min(found.num_distinct)) > 200
-    error = float(found.filtered.log_evidence_standard_error())
-    assert abs(float(found.log_evidence - exact.log_evidence)) < 4 * error
+    posterior = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS), 1000)
+    assert int(posterior.status) == 0 and int(jnp.min(posterior.num_distinct)) > 200
+    error = float(posterior.filtered.log_evidence_standard_error())
+    assert abs(float(posterior.log_evidence - exact.log_evidence)) < 4 * error
     negative = exact.weights[:, exact.points[:, 0] < 0].sum(axis=1)
-    np.testing.assert_allclose((found.samples < 0).mean(axis=0)[:, 0], negative, atol=4 * 0.04)
+    np.testing.assert_allclose((posterior.samples < 0).mean(axis=0)[:, 0], negative, atol=4 * 0.04)
 
 
 @pytest.mark.slow
-def test_padding_is_left_out_of_tempered_particles():
+def test_tempered_filter_ignores_padding():
     options = {"mask": None, "length": 3}
     padded = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS, **options), 200)
     assert padded.samples.shape == (200, 6, 1)
     np.testing.assert_array_equal(padded.filtered.log_evidence_increments[3:], 0.0)
 
 
-def test_an_impossible_observation_is_a_status():
+def test_tempered_filter_reports_impossible_observation():
     series = prepare_data(MODEL, YS[:4].at[3].set(1e200))
     # The filter alone: the program of the smoother takes several times as long to compile.
     run = eqx.filter_jit(lambda machine, key: run_filter(machine, key, series))
@@ -54,7 +51,7 @@ def test_an_impossible_observation_is_a_status():
     assert int(filtered.status) == 1 and int(filtered.status_time) == 3
 
 
-def test_other_starts_find_the_other_root():
+def test_linearising_around_paths_finds_both_roots():
     series = prepare_data(MODEL, YS)
     paths = jnp.stack([jnp.full((6, 1), value) for value in (1.0, -1.0)])
     chains = smooth_from_paths(MODEL, series, paths, jnp.full((6, 1, 1), 0.05))
@@ -65,16 +62,16 @@ def test_other_starts_find_the_other_root():
 
 
 @pytest.mark.slow
-def test_a_reference_has_the_modes_that_a_grid_has(exact, monkeypatch):
+def test_reference_finds_the_modes_of_the_grid(exact, monkeypatch):
     monkeypatch.setattr(reference, "GRIDS", {})
-    found = reference.find_reference(jax.random.key(0), MODEL, prepare_data(MODEL, YS))
-    assert found.method == "particles" and found.problem is None
-    assert {bool(jnp.mean(mode.paths[:, 0]) > 0) for mode in found.modes} >= {True, False}
-    shares = [np.exp(mode.log_evidence - float(exact.log_evidence)) for mode in found.modes]
+    result = reference.find_reference(jax.random.key(0), MODEL, prepare_data(MODEL, YS))
+    assert result.method == "particles" and result.problem is None
+    assert {bool(jnp.mean(mode.paths[:, 0]) > 0) for mode in result.modes} >= {True, False}
+    shares = [np.exp(mode.log_evidence - float(exact.log_evidence)) for mode in result.modes]
     assert max(shares) < 1.2 and sum(share > 0.05 for share in shares) >= 2
 
 
-def test_distances_see_the_mass_of_modes_and_signs_of_products():
+def test_distances_detect_mode_masses_and_signs_of_products():
     xs = np.random.default_rng(0).normal(size=(1000, 1, 2)) * 0.1
     signs = np.where(np.arange(1000) < 500, 1.0, -1.0)[:, None, None]
     same, opposite = xs + signs * np.array([1.0, 1.0]), xs + signs * np.array([1.0, -1.0])

@@ -111,9 +111,9 @@ class Outline(HTMLParser):
 
 
 def payload(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="payload">(.*?)</script>', text, re.S)
-    assert found
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="payload">(.*?)</script>', text, re.S)
+    assert match
+    return json.loads(match[1])
 
 
 def times_of(axis: dict[str, Any]) -> np.ndarray:
@@ -139,7 +139,7 @@ PAGES = {"run": lambda name: page(make_content(name=name)), "experiments": make_
 
 
 @pytest.mark.parametrize("kind", PAGES)
-def test_hostile_names_are_text_in_every_page(kind: str):
+def test_hostile_names_are_escaped_in_every_page(kind: str):
     plain, evil = Outline(PAGES[kind]("flow")), Outline(PAGES[kind](EVIL))
     # The same elements with the same attributes, but for the names in them.
     free = {"aria-label", "content", "src"}
@@ -154,7 +154,7 @@ def test_hostile_names_are_text_in_every_page(kind: str):
     assert sum(EVIL in text for text in evil.texts) >= 12
 
 
-def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
+def test_hostile_names_are_escaped_in_json_and_svg(tmp_path: Path):
     data = payload(page(make_content(name=EVIL)))
     assert data["series"][0]["name"] == data["series"][0]["panels"][0]["title"] == EVIL
     plot([make_panel(title=EVIL)], tmp_path / "plot.svg", title=EVIL)
@@ -168,7 +168,7 @@ def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
         assert not tags & {"script", "b"} and "svg" in tags
 
 
-def test_a_page_needs_nothing_beside_it():
+def test_page_is_self_contained():
     text = page(make_content())
     for _, attributes in Outline(text).elements:
         assert not {"href", "srcset", "data"} & set(attributes)
@@ -182,11 +182,11 @@ def test_a_page_needs_nothing_beside_it():
     assert policy[1].startswith("default-src 'none';") and f"'sha256-{digest}'" in policy[1]
 
 
-def test_the_same_content_gives_the_same_bytes():
+def test_pages_are_deterministic():
     assert page(make_content()) == page(make_content())
 
 
-def test_all_sections_are_there_and_empty_ones_are_not():
+def test_page_shows_all_sections_but_empty_ones():
     headings = re.findall(r"<h2>(.*?)</h2>", page(make_content()))
     assert headings == [
         "Data",
@@ -201,7 +201,7 @@ def test_all_sections_are_there_and_empty_ones_are_not():
     assert "<h2>" not in text and "<script" not in text and "<p>s</p>" in text
 
 
-def test_a_parameter_has_the_digits_of_its_error():
+def test_parameters_are_rounded_to_their_error():
     lines = [
         ParameterLine("a", -1234567.891, 3.2, (-1234573.1, -1234562.6)),
         ParameterLine("b", 0.30412, 0.0123, (0.28461, 0.32514)),
@@ -217,11 +217,11 @@ def test_a_parameter_has_the_digits_of_its_error():
 
 @pytest.mark.parametrize("dated", [True, False])
 @pytest.mark.parametrize("level", [0.0, 1e6])
-def test_data_come_back(dated: bool, level: float):
+def test_page_data_round_trip(dated: bool, level: float):
     panel = make_panel(dated=dated, level=level)
     data = payload(page(make_content([PlottedSeries("s", [panel])])))
-    (found,) = data["series"][0]["panels"]
-    axis = data["axes"][found["axis"]]
+    (chart,) = data["series"][0]["panels"]
+    axis = data["axes"][chart["axis"]]
     assert axis["kind"] == ("date" if dated else "number") and "count" in axis
     unit = "datetime64[ms]" if dated else float
     np.testing.assert_array_equal(times_of(axis), panel.smoothed.times.astype(unit).astype(float))
@@ -231,12 +231,12 @@ def test_data_come_back(dated: bool, level: float):
     columns: dict[str, Any] = {"centre": band.centre, "lower": band.lower, "upper": band.upper}
     columns["observed"] = panel.observed
     for name, expected in columns.items():
-        values = floats(found[name])
+        values = floats(chart[name])
         np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5 * spread)
-    assert found["missing"] == list(range(20, 30))
+    assert chart["missing"] == list(range(20, 30))
     assert panel.forecast is not None
     ahead = panel.forecast.centre
-    np.testing.assert_allclose(floats(found["forecast"]["centre"]), ahead, rtol=1e-5)
+    np.testing.assert_allclose(floats(chart["forecast"]["centre"]), ahead, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_data_come_back(dated: bool, level: float):
         (np.array([20200101, 20200102]), "number"),
     ],
 )
-def test_times_come_back_exactly(times: np.ndarray, kind: str):
+def test_page_times_round_trip_exactly(times: np.ndarray, kind: str):
     zeros = np.zeros(times.size)
     panel = Panel("t", Band(times, zeros, zeros, zeros))
     data = payload(page(make_content([PlottedSeries("s", [panel, panel])])))
@@ -264,15 +264,15 @@ def test_times_come_back_exactly(times: np.ndarray, kind: str):
     np.testing.assert_array_equal(times_of(axis), exact)
 
 
-def test_what_is_not_finite_is_null():
+def test_non_finite_values_are_null():
     values = np.array([np.inf, -np.inf, np.nan, 1.5])
     panel = Panel("t", Band(np.arange(4), values, values, values), observed=values)
-    (found,) = payload(page(make_content([PlottedSeries("s", [panel])])))["series"][0]["panels"]
-    assert found["centre"] == found["observed"] == [None, None, None, 1.5]
-    assert found["missing"] == [2]
+    (chart,) = payload(page(make_content([PlottedSeries("s", [panel])])))["series"][0]["panels"]
+    assert chart["centre"] == chart["observed"] == [None, None, None, 1.5]
+    assert chart["missing"] == [2]
 
 
-def test_series_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch):
+def test_omitted_series_are_counted(monkeypatch: pytest.MonkeyPatch):
     series = [PlottedSeries(f"s{i}", [make_panel(10)]) for i in range(53)]
     text = page(make_content(series))
     assert len(payload(text)["series"]) == 50
@@ -283,7 +283,7 @@ def test_series_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch):
     assert len(payload(page(make_content(series)))["series"]) == 1
 
 
-def test_a_long_series_makes_a_page_of_a_few_megabytes():
+def test_page_of_a_long_series_stays_small():
     panel = make_panel(100_000)
     level = Panel("level", panel.smoothed)
     text = page(make_content([PlottedSeries("s", [panel, level])]))
@@ -316,7 +316,7 @@ def test_a_static_picture_has_at_most_twelve_panels():
     assert "p11p" in svg and "p12p" not in svg
 
 
-def test_a_poor_start_does_not_flatten_the_curve():
+def test_training_chart_ignores_poor_first_values():
     text = page(make_content())
     cut = int(re.findall(r"(\d+) values are below the chart", text)[0])
     assert 0 < cut <= 10
@@ -351,7 +351,7 @@ def test_wrong_content_is_refused(make: Callable[[Panel], object], message: str)
 @pytest.mark.parametrize(
     "suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
 )
-def test_a_plot_is_written_the_same_each_time(tmp_path: Path, suffix: str, start: bytes):
+def test_plots_are_deterministic(tmp_path: Path, suffix: str, start: bytes):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
@@ -436,11 +436,11 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is insta
 
 @pytest.mark.slow
 @needs_browser
-def test_a_browser_runs_the_page_as_it_is(tmp_path: Path):
+def test_page_runs_in_a_browser(tmp_path: Path):
     (tmp_path / "page.html").write_text(page(make_content(name=EVIL)), encoding="utf-8")
-    seen = browse(tmp_path, tmp_path / "page.html")
-    assert len(re.findall("<canvas", seen)) == 1 and "data-from=" in seen
-    assert "2020-01-01 to 2020-03-05" in seen
+    dom = browse(tmp_path, tmp_path / "page.html")
+    assert len(re.findall("<canvas", dom)) == 1 and "data-from=" in dom
+    assert "2020-01-01 to 2020-03-05" in dom
 
 
 @pytest.mark.slow
@@ -448,7 +448,7 @@ def test_a_browser_runs_the_page_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_fits_the_window(width: int, tmp_path: Path):
     name = "a_long_name_without_any_place_to_break_it_" * 4
-    found = ask(
+    measured = ask(
         tmp_path,
         page(make_content(name=name)),
         "return { width: root.clientWidth, over: root.scrollWidth - root.clientWidth,"
@@ -456,8 +456,8 @@ def test_a_page_fits_the_window(width: int, tmp_path: Path):
         ".map(e => parseFloat(getComputedStyle(e).fontSize)).reduce((a, b) => Math.min(a, b)) };",
         width,
     )
-    assert found["width"] == width and found["over"] <= 0 and found["small"] >= 12
-    assert found["canvas"] >= 0.75 * min(width, 992)
+    assert measured["width"] == width and measured["over"] <= 0 and measured["small"] >= 12
+    assert measured["canvas"] >= 0.75 * min(width, 992)
 
 
 @pytest.mark.slow
@@ -496,34 +496,37 @@ def test_charts_are_zoomed_and_moved(width: int, tmp_path: Path):
       document.getElementById("zoom-in").click(); found.button = view();
       found.range = document.getElementById("range").textContent;
       return found;"""
-    found = ask(tmp_path, numbered(), script, width)
-    assert isinstance(found, dict), found
-    start, spans = found["start"], {k: np.ptp(v) for k, v in found.items() if isinstance(v, list)}
-    whole = spans["start"]
+    measured = ask(tmp_path, numbered(), script, width)
+    assert isinstance(measured, dict), measured
+    start, spans = (
+        measured["start"],
+        {k: np.ptp(v) for k, v in measured.items() if isinstance(v, list)},
+    )
+    full_span = spans["start"]
     assert start[0] < 1871 and start[1] > 1871 + 2004
-    assert found["untouched"] is True  # not prevented
+    assert measured["untouched"] is True  # not prevented
     # Three turns of the wheel, one of them on the other panel, about the time under the pointer.
-    np.testing.assert_allclose(spans["zoomed"], whole * np.exp(-1.2), rtol=1e-6)
-    assert abs(int(found["under"]) - int(found["stillUnder"])) <= 1
+    np.testing.assert_allclose(spans["zoomed"], full_span * np.exp(-1.2), rtol=1e-6)
+    assert abs(int(measured["under"]) - int(measured["stillUnder"])) <= 1
     # A drag to the right shows what is earlier, as far as the pointer went.
-    moved = found["zoomed"][0] - found["dragged"][0]
+    moved = measured["zoomed"][0] - measured["dragged"][0]
     assert 0.1 * spans["zoomed"] <= moved <= 0.13 * spans["zoomed"]
     np.testing.assert_allclose(spans["dragged"], spans["zoomed"])
     np.testing.assert_allclose(spans["pinched"], spans["dragged"] / 2, rtol=1e-3)
-    assert found["reset"] == found["zero"] == found["minus"] == start
-    np.testing.assert_allclose(spans["plus"], 0.7 * whole)
-    np.testing.assert_allclose(found["right"][0] - found["plus"][0], 0.2 * spans["plus"])
-    np.testing.assert_allclose(found["edge"][1], start[1])  # no further than the data
+    assert measured["reset"] == measured["zero"] == measured["minus"] == start
+    np.testing.assert_allclose(spans["plus"], 0.7 * full_span)
+    np.testing.assert_allclose(measured["right"][0] - measured["plus"][0], 0.2 * spans["plus"])
+    np.testing.assert_allclose(measured["edge"][1], start[1])  # no further than the data
     np.testing.assert_allclose(spans["edge"], spans["plus"])
     assert 2 <= spans["least"] <= 10
-    np.testing.assert_allclose(spans["button"], 0.6 * whole)
-    first, last = map(int, found["range"].split(" to "))
-    assert first == np.ceil(found["button"][0]) and last == np.floor(found["button"][1])
+    np.testing.assert_allclose(spans["button"], 0.6 * full_span)
+    first, last = map(int, measured["range"].split(" to "))
+    assert first == np.ceil(measured["button"][0]) and last == np.floor(measured["button"][1])
 
 
 @pytest.mark.slow
 @needs_browser
-def test_another_series_is_chosen(tmp_path: Path):
+def test_series_can_be_selected(tmp_path: Path):
     series = [
         PlottedSeries("a", [make_panel(50)]),
         PlottedSeries(EVIL, [make_panel(1, title=EVIL, dated=False), make_panel(2, dated=False)]),
@@ -540,7 +543,7 @@ def test_another_series_is_chosen(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_browser
-def test_thinning_keeps_the_extremes(tmp_path: Path):
+def test_chart_thinning_keeps_the_extremes(tmp_path: Path):
     num_times, width = 100_000, 700
     text = page(make_content([PlottedSeries("s", [make_panel(num_times, dated=False)])]))
     script = f"""
@@ -552,11 +555,11 @@ def test_thinning_keeps_the_extremes(tmp_path: Path):
     bins = np.array(ask(tmp_path, text, script))
     values = floats(payload(text)["series"][0]["panels"][0]["observed"])
     columns = np.arange(num_times) // 100 - 100
-    seen = np.isfinite(values)
+    finite = np.isfinite(values)
     expected = [
         (c, values[here].min(), values[here].max(), here.sum())
         for c in range(width)
-        if (here := (columns == c) & seen).any()
+        if (here := (columns == c) & finite).any()
     ]
     within = (bins[:, 0] >= 0) & (bins[:, 0] < width)
     np.testing.assert_array_equal(bins[within], np.array(expected))
@@ -565,31 +568,31 @@ def test_thinning_keeps_the_extremes(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_browser
-def test_marks_of_time_are_round(tmp_path: Path):
+def test_time_axis_ticks_are_round(tmp_path: Path):
     script = """
       const spans = [0.05, 2, 90, 7200, 86400, 864000, 6e6, 4e7, 4e8, 4e9, 4e10].map(s => 1000 * s);
       const start = Date.UTC(2021, 10, 17, 13, 47, 11);
       return spans.map(span => retrodict.dateTicks(start, start + span, 8)
         .map(tick => [tick.at - start, tick.label, new Date(tick.at).toISOString()]));"""
-    found = ask(tmp_path, page(make_content()), script)
+    axes = ask(tmp_path, page(make_content()), script)
     spans = [0.05, 2, 90, 7200, 86400, 864000, 6e6, 4e7, 4e8, 4e9, 4e10]
-    for span, ticks in zip(spans, found, strict=True):
+    for span, ticks in zip(spans, axes, strict=True):
         offsets = [tick[0] for tick in ticks]
         assert 2 <= len(ticks) <= 9 and offsets == sorted(offsets)
         assert 0 <= offsets[0] and offsets[-1] <= 1000 * span
         assert all(label for _, label, _ in ticks)
-    labels = [[label for _, label, _ in ticks] for ticks in found]
+    labels = [[label for _, label, _ in ticks] for ticks in axes]
     # The first mark says what no other does.
     assert labels[3] == ["17 Nov 14:00", *(f"14:{m}" for m in (15, 30, 45)), *labels[3][4:]]
     assert labels[7][:3] == ["2022", "Mar", "May"] and labels[6][0].endswith(" 2021")
-    assert {np.datetime64(stamp[:10]).astype(object).weekday() for _, _, stamp in found[6]} == {0}
-    assert all(stamp.endswith("-01-01T00:00:00.000Z") for _, _, stamp in found[9])
+    assert {np.datetime64(stamp[:10]).astype(object).weekday() for _, _, stamp in axes[6]} == {0}
+    assert all(stamp.endswith("-01-01T00:00:00.000Z") for _, _, stamp in axes[9])
 
 
 @pytest.mark.parametrize(
     "name", ["bell\x07", "\udcff", "nul\x00", "\u202etxt", "two\nlines\u2028", "\ufffe", "-->$\\x$"]
 )
-def test_names_that_are_no_text_are_marked(name: str, tmp_path: Path):
+def test_non_text_names_are_marked(name: str, tmp_path: Path):
     text = page(make_content(name=name))
     text.encode()  # as it is written
     Outline(text)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bimodal_posterior
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import statsmodels.api as sm
-import two_sided
+from linear_models import linear_transition_model
 
 import retrodict as rd
 from retrodict import data, models, runs
@@ -48,9 +49,9 @@ LAG = 4
 
 @pytest.fixture(scope="module")
 def frame() -> pd.DataFrame:
-    whole: Any = sm.datasets.nile.load_pandas().data
-    found = whole.astype({"year": int}).iloc[:60]
-    return found.drop(index=[20, 21, 40]).reset_index(drop=True)
+    nile: Any = sm.datasets.nile.load_pandas().data
+    rows = nile.astype({"year": int}).iloc[:60]
+    return rows.drop(index=[20, 21, 40]).reset_index(drop=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,32 +72,32 @@ def copy(run: runs.Run, tmp_path) -> runs.Run:
     return runs.open_run(tmp_path / "copy")
 
 
-def scales(found: runs.Run) -> np.ndarray:
-    named = models.named_parameters(found.model)
+def scales(fitted: runs.Run) -> np.ndarray:
+    named = models.named_parameters(fitted.model)
     return np.array([named["level_scale"][0], named["obs_scale"][0]])
 
 
 def log_evidence(ys: np.ndarray, model: rd.StateSpaceModel, move: float, noise: float) -> float:
     """Of a random walk seen with noise, as one Gaussian law of the rows that were seen."""
     plain = rd.unwrap(model)
-    seen = np.flatnonzero(~np.isnan(ys))
+    observed = np.flatnonzero(~np.isnan(ys))
     wide = float(rd.Gaussian(plain.prior.mean, plain.prior.scale_tril).covariance[0, 0])
-    walk = np.minimum(seen[:, None], seen[None, :])
-    covariance = wide + move**2 * walk + noise**2 * np.eye(seen.size)
-    centred = ys[seen] - float(plain.prior.mean[0])
+    walk = np.minimum(observed[:, None], observed[None, :])
+    covariance = wide + move**2 * walk + noise**2 * np.eye(observed.size)
+    centred = ys[observed] - float(plain.prior.mean[0])
     _, logdet = np.linalg.slogdet(covariance)
     return -0.5 * float(logdet + centred @ np.linalg.solve(covariance, centred))
 
 
-def test_parameters_are_those_of_greatest_evidence(run: runs.Run, table: data.Table):
-    found = scales(run)
-    best = log_evidence(table.ys[0, :, 0], run.model, *found)
+def test_fit_maximises_the_evidence(run: runs.Run, table: data.Table):
+    estimate = scales(run)
+    best = log_evidence(table.ys[0, :, 0], run.model, *estimate)
     for factors in ((1.05, 1.0), (0.95, 1.0), (1.0, 1.05), (1.0, 0.95)):
-        assert log_evidence(table.ys[0, :, 0], run.model, *(found * factors)) < best
+        assert log_evidence(table.ys[0, :, 0], run.model, *(estimate * factors)) < best
     assert run.is_exact and run.record["results"]["method"] == "exact"
 
 
-def test_a_run_is_found_again(run: runs.Run):
+def test_opened_run_equals_fitted_run(run: runs.Run):
     again = runs.open_run(run.path)
     np.testing.assert_array_equal(scales(again), scales(run))
     assert again.layout == run.layout and again.record == run.record
@@ -112,14 +113,14 @@ def test_a_finished_run_is_not_overwritten(run: runs.Run, table: data.Table):
     assert after == before
 
 
-def test_a_folder_of_something_else_is_not_touched(run: runs.Run, table: data.Table, tmp_path):
+def test_foreign_folder_is_not_touched(run: runs.Run, table: data.Table, tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(runs.RunError, match="is not empty and contains no run"):
         runs.fit(table, run.spec, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
-def test_an_unfinished_run_of_other_options_is_not_mixed_up(copy: runs.Run, table: data.Table):
+def test_unfinished_run_with_other_options_is_refused(copy: runs.Run, table: data.Table):
     (copy.path / "run.json").unlink()
     with pytest.raises(runs.RunError, match="is unfinished"):
         runs.open_run(copy.path)
@@ -157,7 +158,7 @@ def _edited(record: dict) -> dict:
         (lambda path: path.joinpath("model.rd").unlink(), "model.rd cannot be read"),
     ],
 )
-def test_a_spoiled_run_is_refused_in_one_line(copy: runs.Run, spoil, words, capsys):
+def test_damaged_run_is_refused_in_one_line(copy: runs.Run, spoil, words, capsys):
     spoil(copy.path)
     with pytest.raises(runs.RunError, match=words):
         runs.open_run(copy.path)
@@ -167,22 +168,22 @@ def test_a_spoiled_run_is_refused_in_one_line(copy: runs.Run, spoil, words, caps
     assert captured.err.startswith("retrodict: error: ")
 
 
-def test_states_are_those_of_the_exact_smoother(run: runs.Run, table: data.Table):
+def test_run_states_equal_kalman_smoother(run: runs.Run, table: data.Table):
     one = table.one()
     exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"])
-    found = runs.smooth(run, table)
-    np.testing.assert_allclose(found.mean[0], exact.chain.marginals().mean, rtol=1e-10)
+    smoothed = runs.smooth(run, table)
+    np.testing.assert_allclose(smoothed.mean[0], exact.chain.marginals().mean, rtol=1e-10)
 
 
-def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Table):
+def test_run_forecast_equals_smoothing_of_missing_rows(run: runs.Run, table: data.Table):
     one = table.one()
     longer = np.concatenate([one["ys"], np.full((3, 1), np.nan)])
     exact = rd.kalman_smoother(rd.unwrap(run.model), longer).chain.marginals()
-    found = runs.forecast(run, table, 3)
-    np.testing.assert_allclose(found.state_mean[0], exact.mean[-3:], rtol=1e-9)
-    np.testing.assert_allclose(found.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
+    forecast = runs.forecast(run, table, 3)
+    np.testing.assert_allclose(forecast.state_mean[0], exact.mean[-3:], rtol=1e-9)
+    np.testing.assert_allclose(forecast.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
     # A table of it has these moments, and not those of draws.
-    shown, name = data.to_frame(table, found, state_names=["level"]), table.names[0]
+    shown, name = data.to_frame(table, forecast, state_names=["level"]), table.names[0]
     noise = run.record["results"]["parameters"]["obs_scale[volume]"]["value"] ** 2
     spread = np.sqrt(np.asarray(exact.covariance)[-3:, 0, 0] + noise)
     np.testing.assert_allclose(shown["level_mean"], exact.mean[-3:, 0], rtol=1e-9)
@@ -199,7 +200,7 @@ def told_of(run: runs.Run, **results: Any) -> runs.Run:
     return dataclasses.replace(run, record=record)
 
 
-def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
+def test_fit_away_from_maximum_is_not_good(run: runs.Run):
     assert run.record["results"]["status"] == "fine"
     fine = _check._check_parameters(run)
     assert fine.verdict == "good"
@@ -218,7 +219,7 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert _check._check_parameters(old).verdict == "unknown"
 
 
-def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, monkeypatch):
+def test_fit_below_a_higher_maximum_is_bad(run: runs.Run, table: data.Table, monkeypatch):
     assert run.record["results"]["search"] == "converged"
     tiny = _check._check_parameters(run, 1e-4)
     assert tiny.verdict == "good"
@@ -241,7 +242,7 @@ def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, mon
     assert _check._search_higher_maximum(run, table) is None
 
 
-def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
+def test_scale_at_zero_is_explained(run: runs.Run):
     stage = {
         "standard_error scale": np.array([np.nan, 0.2]),
         "lower scale": np.array([np.nan, 0.5]),
@@ -255,12 +256,12 @@ def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
     words = _standard_errors._in_words("exact", "at an edge", 0.0, lines)
     assert "scale[0] is at the edge of zero: no interval" in words
     assert "Intervals of scale[1] are computed on the log scale" in words
-    found = _check._check_parameters(told_of(run, status="at an edge", parameters=lines))
-    assert found.verdict == "good" and "scale[0] at the edge of zero" in str(found.value)
+    finding = _check._check_parameters(told_of(run, status="at an edge", parameters=lines))
+    assert finding.verdict == "good" and "scale[0] at the edge of zero" in str(finding.value)
     assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
 
 
-def test_the_likelihood_is_told_in_all_and_by_row(run: runs.Run, table: data.Table, capsys):
+def test_log_likelihood_is_printed_in_total_and_per_row(run: runs.Run, table: data.Table, capsys):
     one = table.one()
     exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"]).log_evidence
     assert run.record["results"]["total"] == pytest.approx(float(exact), rel=1e-9)
@@ -295,21 +296,21 @@ class Told:
         pass
 
 
-def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, monkeypatch):
+def test_fit_has_the_announced_number_of_stages(copy: runs.Run, table: data.Table, monkeypatch):
     (copy.path / "run.json").unlink()
-    told = Told()
-    again = runs.fit(table, copy.spec, copy.path, progress=told)
-    assert len(told.ended) == runs.FitJob(table, copy.spec, copy.path).num_stages == 2
+    log = Told()
+    again = runs.fit(table, copy.spec, copy.path, progress=log)
+    assert len(log.ended) == runs.FitJob(table, copy.spec, copy.path).num_stages == 2
     assert runs.FitJob(table, "poisson_counts", copy.path).num_stages == 3
-    for name in ("_posterior", "_residuals"):
+    for name in ("_check_posterior", "_check_residuals"):
         monkeypatch.setattr(_check, name, lambda *_: [])
     monkeypatch.setattr(_check, "_check_coverage", lambda *_: runs.Finding("a", "b", "c", "good"))
-    told = Told()
-    runs.check(again, table, progress=told)
-    assert len(told.ended) == runs.NUM_CHECKS
+    log = Told()
+    runs.check(again, table, progress=log)
+    assert len(log.ended) == runs.NUM_CHECKS
 
 
-def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, monkeypatch):
+def test_check_reports_numbers_and_coverage(run: runs.Run, monkeypatch):
     monkeypatch.setattr(_check, "MAX_SERIES", 2)
     rng = np.random.default_rng(0)
     walks = 1000 + 100 * np.cumsum(rng.normal(size=(3, 30)), axis=1)
@@ -321,11 +322,11 @@ def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, monkeypa
         }
     )
     several = data.read(frame, series="s", time="year")
-    found = runs.check(run, several).to_dict()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert (found["series_checked"], found["series"]) == (2, 3)
-    assert (found["rows_checked"], found["rows"]) == (60, 90)
-    named = {line["name"]: line for line in found["findings"]}
+    report = runs.check(run, several).to_dict()
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert (report["series_checked"], report["series"]) == (2, 3)
+    assert (report["rows_checked"], report["rows"]) == (60, 90)
+    named = {line["name"]: line for line in report["findings"]}
     hidden = named["hidden points in their 90% intervals"]
     assert 0.5 < hidden["value"] <= 1.0 and hidden["details"]["expected"] == 0.9
     assert f"{100 * hidden['value']:.1f}% of {hidden['details']['hidden']}" in hidden["text"]
@@ -363,17 +364,17 @@ def test_outputs_are_refused_before_any_work(name: str, copy, tmp_path, capsys, 
     assert out.read_text() == "mine"
 
 
-def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
+def test_check_explains_its_rows(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
     source = tmp_path / "nile.csv"
     frame.to_csv(source, index=False)
-    found = runs.Check((runs.Finding("this", "that", "so and so", "good"),), "In words.")
-    monkeypatch.setattr(runs, "check", lambda *_, **__: found)
+    check = runs.Check((runs.Finding("this", "that", "so and so", "good"),), "In words.")
+    monkeypatch.setattr(runs, "check", lambda *_, **__: check)
     assert command(["check", str(run.path), str(source)]) == 0
     said = capsys.readouterr().out
     assert "meaning" in said and "so and so" in said and "In words." in said
 
 
-def test_replicates_are_few_where_rows_are_many():
+def test_long_series_get_fewer_replicates():
     def most(rows: int) -> int:
         return _standard_errors._most_replicates(data.read({"y": np.zeros(rows)}))
 
@@ -386,7 +387,7 @@ def lines_of(frame: pd.DataFrame) -> list[bytes]:
     return frame.to_csv(index=False).encode().splitlines(keepends=True)
 
 
-def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
+def test_stream_equals_offline_smoothing(copy, frame, table):
     out = io.BytesIO()
     count = runs.stream(
         copy, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
@@ -411,15 +412,17 @@ def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
         )
     rest = answers.iloc[60:]
     assert rest["smoothed_time"].tolist() == [1927, 1928, 1929, 1930]
-    whole = marginals(60)
-    np.testing.assert_allclose(rest["level_smoothed_mean"], whole.mean[-LAG:, 0], rtol=1e-9)
+    offline = marginals(60)
+    np.testing.assert_allclose(rest["level_smoothed_mean"], offline.mean[-LAG:, 0], rtol=1e-9)
 
 
-def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
+def test_interrupted_stream_resumes_with_the_same_answers(copy, frame, tmp_path):
     lines = lines_of(frame)
-    whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
+    uninterrupted, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
     state = [tmp_path / "whole.state", tmp_path / "cut.state"]
-    runs.stream(copy, io.BytesIO(b"".join(lines)), whole, lag=LAG, state=state[0], after="prior")
+    runs.stream(
+        copy, io.BytesIO(b"".join(lines)), uninterrupted, lag=LAG, state=state[0], after="prior"
+    )
     runs.stream(copy, io.BytesIO(b"".join(lines[:30])), cut, lag=LAG, state=state[1], after="prior")
     # what was written after the state was kept, as a kill leaves it, is written again
     with cut.open("ab") as file:
@@ -428,10 +431,10 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
         copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1], after="prior"
     )
     assert count == 60 - (29 + 2)  # two rows of the first part were missing
-    assert cut.read_bytes() == whole.read_bytes()
+    assert cut.read_bytes() == uninterrupted.read_bytes()
 
 
-def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
+def test_restart_option_restarts_a_stream(copy, frame, tmp_path):
     source, out, state = b"".join(lines_of(frame)), tmp_path / "out.csv", tmp_path / "state"
     runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, after="prior")
     first = out.read_bytes()
@@ -475,7 +478,7 @@ def test_rows_out_of_order_are_refused(copy, frame):
         ("1871,1\n1872,2\n9999999,3\n", "line 4.*9998126 rows are missing between 1872 and"),
     ],
 )
-def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, words: str):
+def test_unreadable_rows_leave_no_output(copy, tmp_path, rows: str, words: str):
     source, out, pipe = f"year,volume\n{rows}".encode(), tmp_path / "answers.csv", io.BytesIO()
     for target in (out, pipe):
         with pytest.raises(data.DataError, match=words):
@@ -492,7 +495,7 @@ def test_the_state_of_another_lag_is_refused(copy, frame, tmp_path):
         runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG + 1, state=place, after="prior")
 
 
-def test_levels_are_uniform_under_the_model_and_not_under_another():
+def test_predictive_levels_are_uniform_only_under_the_true_model():
     """Fixed seed; under the model a p-value below 1e-3 has that probability."""
     model = models.local_level(level_scale=0.5, obs_scale=1.0, prior_scale=1.0)
     _, ys = model.simulate(jax.random.key(0), 300)
@@ -504,17 +507,17 @@ def test_levels_are_uniform_under_the_model_and_not_under_another():
 
 
 @pytest.mark.slow
-def test_levels_of_a_model_with_many_states_are_exact():
+def test_predictive_levels_of_many_states_are_exact():
     """A thousand particles find none of twelve wide states; fixed seed, as above."""
     model = models.seasonal(level_scale=0.3, seasonal_scale=0.05, obs_scale=1.0, prior_scale=50.0)
     _, ys = model.simulate(jax.random.key(0), 240)
     ys = np.array(ys)
     ys[30:33] = np.nan
-    found = _residuals.pit(jax.random.key(1), model, ys)
-    assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([found[:, 0]]))
+    levels = _residuals.pit(jax.random.key(1), model, ys)
+    assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([levels[:, 0]]))
     # What lies in the wide prior of the first year has no level, and nor has what is missing.
-    assert np.isnan(found[:11]).all() and np.isnan(found[30:33]).all()
-    assert np.isfinite(found[40:]).all()
+    assert np.isnan(levels[:11]).all() and np.isnan(levels[30:33]).all()
+    assert np.isfinite(levels[40:]).all()
     # The level of the last row, by the evidence of the series with it and without.
     mean, std = _residuals.one_step_ahead(rd.unwrap(model), ys)
     evidence = jax.jit(lambda n: rd.kalman_smoother(model, ys, length=n).log_evidence)
@@ -523,26 +526,25 @@ def test_levels_of_a_model_with_many_states_are_exact():
     np.testing.assert_allclose(density - 0.5 * np.log(2 * np.pi), expected, rtol=1e-8)
 
 
-def test_families_meet_gaps_while_they_are_trained():
+def test_training_masks_include_gaps():
     """A family that had seen none filled them with the mean of the model, whatever was around."""
-    given = np.ones((400, 64, 2), bool)
-    given[:, 5, 1] = False
-    seen = np.asarray(_training._with_gaps(jax.random.key(0), jnp.asarray(given)))
-    assert not seen[:, 5, 1].any() and (seen[..., 0] >= seen[..., 1]).all()
-    gone = (~seen[..., 0]).sum(axis=1)
+    mask = np.ones((400, 64, 2), bool)
+    mask[:, 5, 1] = False
+    with_gaps = np.asarray(_training._with_gaps(jax.random.key(0), jnp.asarray(mask)))
+    assert not with_gaps[:, 5, 1].any() and (with_gaps[..., 0] >= with_gaps[..., 1]).all()
+    gone = (~with_gaps[..., 0]).sum(axis=1)
     assert 0.4 < np.mean(gone == 0) < 0.6 and 5 < gone[gone > 0].mean() < 14
 
 
-def test_particles_that_know_nothing_have_no_levels():
+def test_degenerate_particles_give_no_predictive_levels():
     """Eight states that wander, each seen with little noise, and ten particles."""
     rate = rd.NonlinearGaussianKernel(lambda x: x + 0 * jnp.sin(x), rd.Diagonal(0.01 * jnp.ones(8)))
-    move = rd.LinearGaussianKernel(jnp.eye(8), jnp.zeros(8), jnp.eye(8))
-    model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(8), jnp.eye(8)), move, rate)
+    model = linear_transition_model(rate, 8, weight=1.0)
     ys = np.asarray(model.simulate(jax.random.key(0), 20)[1])
     assert np.isnan(_residuals.pit(jax.random.key(1), model, ys, num_particles=100)).all()
 
 
-def test_points_are_hidden_as_often_as_needed():
+def test_held_out_points_are_drawn_until_enough():
     mask = np.ones((1, 60, 1), bool)
     mask[0, 5] = False
     away = _residuals.hide(jax.random.key(0), mask, 0.1, 20)
@@ -553,15 +555,15 @@ def test_points_are_hidden_as_often_as_needed():
     assert (all_once.sum(axis=0) == mask[:, :12]).all()
 
 
-def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.Table):
-    found = _check._check_coverage(run, table, jax.random.key(0), 0)
-    assert found.verdict == "good" and "times with different points" in found.meaning
+def test_held_out_points_of_short_series_are_counted(run: runs.Run, table: data.Table):
+    finding = _check._check_coverage(run, table, jax.random.key(0), 0)
+    assert finding.verdict == "good" and "times with different points" in finding.meaning
     few = table.last(12)
     assert _check._check_coverage(run, few, jax.random.key(0), 0).verdict == "unknown"
 
 
-def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: data.Table):
-    ((panel, state),) = (found.panels for found in _report._series(run, table, 4, 0.9, 0))
+def test_bands_of_columns_are_exact_for_linear_gaussian_models(run: runs.Run, table: data.Table):
+    ((panel, state),) = (series.panels for series in _report._series(run, table, 4, 0.9, 0))
     noise = models.named_parameters(run.model)["obs_scale"][0]
     column, level = panel.smoothed, state.smoothed
     half = 1.6448536269514722 * np.hypot((level.upper - level.centre) / 1.6448536269514722, noise)
@@ -571,7 +573,7 @@ def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: dat
         assert band is not None and np.all(np.diff(band.upper - band.lower) > 0)
 
 
-def test_a_fit_that_was_killed_at_its_end_writes_its_report(
+def test_fit_killed_at_its_end_writes_its_report(
     copy: runs.Run, frame: pd.DataFrame, tmp_path, monkeypatch, capsys
 ):
     source, page = tmp_path / "nile $1.csv", copy.path / "report.html"
@@ -592,7 +594,7 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     assert command(arguments) == 2
 
 
-def test_entries_fixed_at_one_value_are_one_line():
+def test_equal_fixed_entries_share_one_line():
     fixed, other = {"value": 0.0, "learned": False}, {"value": 2.0, "learned": False}
     learned = {"value": 0.0, "learned": True}
     parameters = {"a[0]": learned, "a[1]": learned, "m[0]": other, "m[1]": fixed, "m[2]": fixed}
@@ -606,8 +608,8 @@ def test_inputs_of_coming_rows_are_those_after_the_last(run: runs.Run):
     table = data.read(frame, inputs="u", columns="y")
     driven = dataclasses.replace(run, record={**run.record, "layout": table.layout})
     later = pd.DataFrame({"t": np.arange(3, 9), "u": np.arange(3.0, 9.0)})
-    found = runs.read_inputs(driven, table, later, 3)
-    assert found[..., 0].tolist() == [[5.0, 6.0, 7.0]]
+    inputs = runs.read_inputs(driven, table, later, 3)
+    assert inputs[..., 0].tolist() == [[5.0, 6.0, 7.0]]
     with pytest.raises(runs.RunError, match="must have 5 rows of inputs.*after its last row"):
         runs.read_inputs(driven, table, later, 5)
     with pytest.raises(runs.RunError, match="the time after 4 is 5"):
@@ -623,13 +625,13 @@ def test_coming_times_of_a_regular_table_are_the_next_ones(copy: runs.Run, frame
     assert "the time after 1930 is 1931" in capsys.readouterr().err
 
 
-def test_coverage_counts_what_lies_inside():
-    found = _residuals.coverage(np.array([0.01, 0.3, 0.5, 0.96, 0.94]))
-    assert (found.inside, found.hidden) == (3, 5)
+def test_coverage_counts_values_inside_the_band():
+    coverage = _residuals.coverage(np.array([0.01, 0.3, 0.5, 0.96, 0.94]))
+    assert (coverage.inside, coverage.hidden) == (3, 5)
     assert _residuals.coverage(np.full(100, 0.5)).p_value < 0.01
 
 
-def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
+def test_commands_print_the_results_of_python(copy: runs.Run, frame, tmp_path, capsys):
     source = tmp_path / "nile.csv"
     frame.to_csv(source, index=False)
     assert command(["info", str(copy.path), "--json"]) == 0
@@ -643,13 +645,13 @@ def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
     assert command(["smooth", str(copy.path), str(source), "--imputed"]) == 0
     captured = capsys.readouterr()
     filled = pd.read_csv(io.StringIO(captured.out))
-    seen = table.mask[0, :, 0]
-    np.testing.assert_array_equal(filled["volume_mean"][seen], table.ys[0, seen, 0])
+    observed = table.mask[0, :, 0]
+    np.testing.assert_array_equal(filled["volume_mean"][observed], table.ys[0, observed, 0])
     spread = filled["volume_std"].to_numpy()
-    assert np.all(spread[seen] == 0) and np.all(spread[~seen] > 0)
+    assert np.all(spread[observed] == 0) and np.all(spread[~observed] > 0)
     # Within six standard errors of a thousand draws, about the level of that year.
     off = np.abs(np.asarray(filled["volume_mean"] - filled["level_mean"]))
-    assert np.all(off[~seen] < 6 * spread[~seen] / 1000**0.5)
+    assert np.all(off[~observed] < 6 * spread[~observed] / 1000**0.5)
     assert command(["smooth", str(copy.path), str(source), "--out", str(out)]) == 2
     assert "exists" in capsys.readouterr().err
     assert command(["forecast", str(copy.path), str(source), "--steps", "3"]) == 0
@@ -662,17 +664,17 @@ def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
-    found = runs.check(copy, table, num_particles=200)
-    assert found.worst in ("good", "doubtful")
-    assert "exact" in {finding.value for finding in found.findings}
-    page = runs.write_report(copy, table, steps=3, checked=found).read_text()
+def test_check_report_and_plot_commands_write_files(copy: runs.Run, table: data.Table, tmp_path):
+    check = runs.check(copy, table, num_particles=200)
+    assert check.worst in ("good", "doubtful")
+    assert "exact" in {finding.value for finding in check.findings}
+    page = runs.write_report(copy, table, steps=3, checked=check).read_text()
     assert "level_scale[volume]" in page and "https://" not in page
     runs.draw(copy, table, tmp_path / "nile.png", steps=3)
     assert (tmp_path / "nile.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_parameters_of_counts_are_learned_by_the_elbo(tmp_path):
+def test_count_parameters_are_learned_by_the_elbo(tmp_path):
     """The path of `retrodict fit` for every model that is not linear and Gaussian."""
     table = data.read({"count": np.array([3.0, 4.0, 2.0, np.nan, 5.0, 1.0, 2.0, 4.0])})
     start = models.poisson_counts(mean=1.0, persistence=0.5, scale=0.3)
@@ -684,7 +686,7 @@ def test_parameters_of_counts_are_learned_by_the_elbo(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_counts(tmp_path, monkeypatch):
+def test_run_of_counts_trains_smooths_and_streams(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
     few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
     monkeypatch.setattr(_standard_errors, "SIZES_OF_LOUIS", few)
@@ -699,8 +701,8 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     assert "on a grid of states" in run.record["results"]["uncertainty"]
     assert run.record["results"]["parameters"]["scale[count]"]["error"] > 0
     again = runs.open_run(run.path)
-    found = runs.smooth(again, table)
-    assert bool(jnp.all(jnp.isfinite(found.mean)))
+    smoothed = runs.smooth(again, table)
+    assert bool(jnp.all(jnp.isfinite(smoothed.mean)))
     draws = runs.impute(again, table, 64)
     assert np.all(draws[0, :, 7] == np.round(draws[0, :, 7]))
     np.testing.assert_array_equal(draws[0, 0, :7], ys[:7])
@@ -708,16 +710,16 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     assert {finding.name for finding in checked.findings} >= {"k-hat of path weights"}
 
 
-def test_steps_to_coming_times_are_those_of_the_reader():
+def test_steps_to_coming_times_equal_those_of_the_reader():
     frame = pd.DataFrame({"t": [0.0, 1.0, 3.0, 3.5, 5.5], "y": np.arange(5.0), "u": np.ones(5)})
     early, late = frame.iloc[:3], frame.iloc[3:]
-    whole = data.read(frame, inputs="u", step_input=True, step_unit=1.0)
-    table = data.read(early, **whole.layout)
+    full_table = data.read(frame, inputs="u", step_input=True, step_unit=1.0)
+    table = data.read(early, **full_table.layout)
     times = data.read_times(late, table)
-    expected = np.asarray(whole.inputs)[:, 3:]
+    expected = np.asarray(full_table.inputs)[:, 3:]
     # What stands in place of the steps is not used.
-    given = np.stack([np.full(2, 7.0), np.ones(2)], axis=1)[None]
-    np.testing.assert_array_equal(_apply._future_inputs(table, 2, given, times), expected)
+    inputs = np.stack([np.full(2, 7.0), np.ones(2)], axis=1)[None]
+    np.testing.assert_array_equal(_apply._future_inputs(table, 2, inputs, times), expected)
     alone = data.read(early[["t", "y"]], freq="irregular", step_input=True, step_unit=1.0)
     np.testing.assert_array_equal(_apply._future_inputs(alone, 2, None, times), expected[..., :1])
     with pytest.raises(runs.RunError, match="needs future times"):
@@ -755,23 +757,21 @@ def test_irregular_times_are_forecast_and_drawn(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_stream_of_irregular_times(tmp_path):
+def test_stream_handles_irregular_times(tmp_path):
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.exponential(size=30))
     frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=30))})
     table = data.read(frame, step_input=True)
     spec = models.ModelSpec("local_level", "local_level", options={"irregular": True})
-    found, out = runs.fit(table, spec, tmp_path / "run"), io.BytesIO()
-    runs.stream(
-        found, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
-    )
+    run, out = runs.fit(table, spec, tmp_path / "run"), io.BytesIO()
+    runs.stream(run, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     # The last rows are smoothed by all of them.
-    exact = runs.smooth(found, table).mean[0, -LAG:, 0]
+    exact = runs.smooth(run, table).mean[0, -LAG:, 0]
     np.testing.assert_allclose(answers["level_smoothed_mean"][-LAG:], exact, rtol=1e-8)
 
 
-def test_a_column_with_one_observed_value_is_no_data(tmp_path):
+def test_column_with_one_observed_value_is_refused(tmp_path):
     table = data.read({"t": [1, 2, 3, 4], "y": [1.0, np.nan, np.nan, np.nan]})
     with pytest.raises(
         runs.RunError, match="column 'y': a fit needs at least 2 observed values, got 1"
@@ -780,7 +780,7 @@ def test_a_column_with_one_observed_value_is_no_data(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_band_is_open_between_two_modes():
+def test_band_is_split_between_two_modes():
     rng = np.random.default_rng(0)
     draws = rng.choice([-3.0, 3.0], size=(2000, 4)) + 0.3 * rng.normal(size=(2000, 4))
     band = Band.of_draws(np.arange(4), draws, 0.9)
@@ -792,28 +792,28 @@ def test_a_band_is_open_between_two_modes():
 
 
 @pytest.mark.slow
-def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
+def test_two_modes_appear_in_plots_and_pages(monkeypatch, tmp_path):
     """States at ±3: bands between quantiles of draws, with nothing between the modes.
 
     Quantiles of 2,000 draws against a grid; a false alarm has a probability of 2e-9 per row.
     """
-    exact, found = two_sided.posterior(), two_sided.smoothed()
-    arrays, rest = eqx.partition(found, eqx.is_array)
+    exact, smoothed = bimodal_posterior.posterior(), bimodal_posterior.smoothed()
+    arrays, rest = eqx.partition(smoothed, eqx.is_array)
     batch = eqx.combine(jax.tree.map(lambda leaf: leaf[None], arrays), rest)
     monkeypatch.setattr(_report, "smooth", lambda *_, **__: batch)
-    table = data.read({"y": two_sided.observations()[:, 0]})
+    table = data.read({"y": bimodal_posterior.observations()[:, 0]})
     record = {"layout": table.layout}
     family = rd.MixtureFamily(jax.random.key(0), 1, 1)
-    run = runs.Run(tmp_path, models.ModelSpec("own"), two_sided.model(), family, record)
+    run = runs.Run(tmp_path, models.ModelSpec("own"), bimodal_posterior.model(), family, record)
     (series,) = _report._series(run, table, 3, 0.9, 0)
     column, state = series.panels
     for band, rows in ((state.smoothed, slice(None)), (state.forecast, slice(-3, None))):
         assert band is not None and band.hollow is not None
-        oracle = exact if rows == slice(None) else two_sided.posterior(3)
+        oracle = exact if rows == slice(None) else bimodal_posterior.posterior(3)
         num_draws = 2000 if rows == slice(None) else 1000
         for level, end in ((0.05, band.lower), (0.95, band.upper)):
             expected = np.asarray(oracle.quantile(level))[rows, 0]
-            near = two_sided.tolerance(oracle, level, num_draws)[rows]
+            near = bimodal_posterior.tolerance(oracle, level, num_draws)[rows]
             assert np.all(np.abs(end - expected) < near)
         # Between the modes there is a hollow, within which the law has hardly any mass.
         assert np.all((band.hollow.lower < -1.5) & (band.hollow.upper > 1.5))
@@ -844,11 +844,11 @@ def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
         lambda rng, shape: np.full(shape, 1e300) * rng.normal(size=shape),
     ],
 )
-def test_one_mode_has_no_hollow(draw):
+def test_unimodal_draws_have_no_split_band(draw):
     """1,000 draws of 200 laws each; in 10,000 rows of simulated ones at most 5 were found."""
     draws = draw(np.random.default_rng(0), (1000, 200))
-    found = Band.of_draws(np.arange(200), draws, 0.9)
-    assert found.hollow is None or np.isfinite(found.hollow.lower).sum() <= 1
+    band = Band.of_draws(np.arange(200), draws, 0.9)
+    assert band.hollow is None or np.isfinite(band.hollow.lower).sum() <= 1
 
 
 def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,7 +861,7 @@ def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkeypatch, capsys):
+def test_memory_states_are_omitted_and_parameters_named_by_column(tmp_path, monkeypatch, capsys):
     """A season of twelve months in numbers such as 200001, with uneven scales of its column."""
     rng = np.random.default_rng(0)
     months = [100 * year + month for year in range(2000, 2004) for month in range(1, 13)]
@@ -893,7 +893,7 @@ def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkey
     assert len(every.panels) == 13
 
 
-def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
+def test_unit_of_uneven_times_is_printed(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.choice([2.0, 2.5, 7.1], size=30))
     table = data.read({"t": times, "y": rng.normal(size=30)}, step_input=True)
@@ -930,7 +930,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
     return runs.fit(table, driven(), tmp_path_factory.mktemp("given") / "run")
 
 
-def test_a_model_object_is_fitted_and_found_again(pushed: runs.Run):
+def test_fitted_model_object_is_loaded_again(pushed: runs.Run):
     again = runs.open_run(pushed.path)
     assert again.record["model"]["reference"] == "StateSpaceModel"
     jax.tree.map(np.testing.assert_array_equal, again.model, pushed.model)
@@ -958,24 +958,24 @@ def test_inputs_of_coming_rows_say_how_many_there_are(pushed: runs.Run, tmp_path
     assert "at least one row of inputs" in capsys.readouterr().err
 
 
-def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_path):
+def test_model_with_user_functions_must_be_passed(pushed: runs.Run, tmp_path):
     shutil.copytree(pushed.path, tmp_path / "run")
 
     def build() -> rd.StateSpaceModel:
         return driven(gain=lambda x: jnp.sin(x))
 
     fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
-    kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
-    _run.write(tmp_path / "run", models.load(build), fitted, None, kept)
+    record = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
+    _run.write(tmp_path / "run", models.load(build), fitted, None, record)
     with pytest.raises(runs.RunError, match=r"was passed as a Python object.*model=\.\.\."):
         runs.open_run(tmp_path / "run")
-    for given in (build, build()):
-        again = runs.open_run(tmp_path / "run", model=given)
+    for model in (build, build()):
+        again = runs.open_run(tmp_path / "run", model=model)
         np.testing.assert_array_equal(rd.unwrap(again.model).transition.input_weight, [[3.0]])
         assert again.model.emission.fn(jnp.ones(1)) == jnp.sin(1.0)
 
 
-def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
+def test_resumed_fit_needs_the_same_model_object(tmp_path):
     table = data.read({"y": np.arange(12.0), "u": np.ones(12)}, inputs="u")
 
     def job(gain: Any, weight: float = 1.0) -> runs.FitJob:
@@ -994,7 +994,7 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
 
-def test_scales_without_a_wrapper_are_those_of_greatest_evidence(pushed: runs.Run):
+def test_unwrapped_scales_maximise_the_evidence(pushed: runs.Run):
     """They are held positive while they are learned, and plain in the run again."""
     rng = np.random.default_rng(0)
     ys, us = rng.normal(size=(30, 1)), np.ones((30, 1))
@@ -1009,10 +1009,10 @@ def test_scales_without_a_wrapper_are_those_of_greatest_evidence(pushed: runs.Ru
         model = models.with_parameters(model, named)
         return float(rd.kalman_smoother(rd.unwrap(model), ys, inputs=us).log_evidence)
 
-    found = models.named_parameters(pushed.model)
+    parameters = models.named_parameters(pushed.model)
     scales = ("transition.scale_tril", "emission.scale_tril")
-    free = [name for name in found if name not in scales]
-    move, noise = (float(found[name][0, 0]) for name in scales)
+    free = [name for name in parameters if name not in scales]
+    move, noise = (float(parameters[name][0, 0]) for name in scales)
     best = total(move, noise)
     np.testing.assert_allclose(best, results["total"], rtol=1e-9)
     assert best >= max(
@@ -1020,7 +1020,7 @@ def test_scales_without_a_wrapper_are_those_of_greatest_evidence(pushed: runs.Ru
     )
 
 
-def test_what_is_not_a_model_is_refused():
+def test_non_models_are_refused():
     with pytest.raises(models.ModelError, match="must be a StateSpaceModel.*got int"):
         models.load(lambda: 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
@@ -1054,8 +1054,8 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
     """A byte that is not UTF-8 stands in the record, and is read back."""
     source = os.fsdecode(b"\xff.csv")
     described = [f"source: {source}"]
-    kept = {name: copy.record[name] for name in ("layout", "options", "results")}
-    record = {**kept, "data": {**copy.record["data"], "described": described}}
+    entries = {name: copy.record[name] for name in ("layout", "options", "results")}
+    record = {**entries, "data": {**copy.record["data"], "described": described}}
     _run.write(copy.path, copy.spec, copy.model, None, record)
     assert runs.open_run(copy.path).record["data"]["described"] == described
 
@@ -1081,7 +1081,7 @@ def test_settings_that_are_a_pipe_are_refused(table: data.Table, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):
+def test_full_disk_is_reported_in_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):
     """In a process of its own: a disk is made full by a limit on the size of files."""
     frame.to_csv(tmp_path / "nile.csv", index=False)
     asked = [sys.executable, "-c", "from retrodict.cli import main; main()", "smooth"]
@@ -1113,7 +1113,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatc
     )
 
 
-def test_many_columns_are_read_quickly():
+def test_tables_of_many_columns_are_read_quickly():
     """Names are compared by hashing: a hundred thousand take no time."""
     began = time.perf_counter()
     with pytest.raises(data.DataError, match="'c7'"):
@@ -1121,19 +1121,19 @@ def test_many_columns_are_read_quickly():
     assert time.perf_counter() - began < 10
 
 
-def test_a_forgotten_header_is_refused_before_there_are_rows(copy: runs.Run):
+def test_missing_header_is_refused_before_rows_arrive(copy: runs.Run):
     with pytest.raises(data.DataError, match="add a line of column names"):
         runs.stream(copy, io.BytesIO(b"1931,700\n"), io.BytesIO(), lag=LAG)
 
 
-def test_a_line_without_end_is_refused(copy: runs.Run, monkeypatch):
+def test_endless_line_is_refused(copy: runs.Run, monkeypatch):
     monkeypatch.setattr(_stream, "MAX_LINE_BYTES", 1 << 18)
     source = io.BytesIO(b"year,volume\n" + b"9" * (1 << 20))
     with pytest.raises(data.DataError, match="a line has more than 262144 bytes"):
         runs.stream(copy, source, io.BytesIO(), lag=LAG)
 
 
-def test_too_little_memory_is_one_line(run: runs.Run, monkeypatch, capsys):
+def test_insufficient_memory_is_reported_in_one_line(run: runs.Run, monkeypatch, capsys):
     for error in (
         RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."),
         MemoryError(),

@@ -2,15 +2,18 @@
 
 import dataclasses
 import importlib
+from dataclasses import replace
 from typing import Any
 
+import bimodal_posterior
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-import two_sided
+from linear_models import linear_kernel, linear_model, linear_transition_model
+from nonlinear_models import nonlinear_emission_model, nonlinear_kernel
 
 import retrodict as rd
 from retrodict._model import prepare_batch
@@ -25,28 +28,24 @@ driver = importlib.import_module("retrodict._smooth.smooth")
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 
 
-def linear(weight, noise, driven=False):
-    weight, noise = jnp.array([[weight]]), jnp.array([[noise]])
-    return rd.LinearGaussianKernel(weight, jnp.zeros(1), noise, jnp.eye(1) if driven else None)
-
-
 def model_with(emission, weight=0.9, noise=0.4, driven=False):
-    spread = noise / np.sqrt(1 - weight**2)
-    prior = rd.Gaussian(jnp.zeros(1), jnp.array([[spread]]))
-    return rd.StateSpaceModel(prior, linear(weight, noise, driven), emission)
-
-
-def seen_through(map_, error):
-    return rd.NonlinearGaussianKernel(map_, rd.Diagonal(jnp.array([error])))
+    """A model that starts from its stationary law."""
+    return linear_transition_model(
+        emission,
+        prior=noise / np.sqrt(1 - weight**2),
+        weight=weight,
+        noise=noise,
+        input_weight=1.0 if driven else None,
+    )
 
 
 def bent(x):
     return x + 0.1 * jnp.sin(x)
 
 
-LINEAR = model_with(linear(1.0, 0.3))
-MILD = model_with(seen_through(bent, 0.3))
-SQUARE = model_with(seen_through(jnp.square, 0.1), weight=0.95, noise=0.2)
+LINEAR = model_with(linear_kernel(scale=0.3))
+MILD = model_with(nonlinear_kernel(bent, 0.3))
+SQUARE = model_with(nonlinear_kernel(jnp.square, 0.1), weight=0.95, noise=0.2)
 
 
 def simulated(model, count=None, n=N, seed=2):
@@ -81,30 +80,34 @@ def squared():
 def test_a_linear_gaussian_model_is_smoothed_exactly():
     ys = np.asarray(simulated(LINEAR)).copy()
     ys[5:9] = np.nan
-    found = rd.smooth(LINEAR, ys)
+    smoothed = rd.smooth(LINEAR, ys)
     expected = rd.kalman_smoother(LINEAR, ys).chain.marginals()
-    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-10)
-    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-10)
-    assert found.method == "exact" and "linear and Gaussian" in found.reason and found.trustworthy
-    assert found.family is None and found.model is LINEAR
-    assert not found.mean_standard_error.any() and not found.covariance_standard_error.any()
-    assert found.chain.num_times == N
-    assert repr(found) == f"Smoothed(mean of shape (30, 1), exact: {found.reason})"
+    np.testing.assert_allclose(smoothed.mean, expected.mean, atol=1e-10)
+    np.testing.assert_allclose(smoothed.covariance, expected.covariance, atol=1e-10)
+    assert (
+        smoothed.method == "exact"
+        and "linear and Gaussian" in smoothed.reason
+        and smoothed.trustworthy
+    )
+    assert smoothed.family is None and smoothed.model is LINEAR
+    assert not smoothed.mean_standard_error.any() and not smoothed.covariance_standard_error.any()
+    assert smoothed.chain.num_times == N
+    assert repr(smoothed) == f"Smoothed(mean of shape (30, 1), exact: {smoothed.reason})"
 
 
 @pytest.mark.slow
-def test_a_batch_has_masks_inputs_and_lengths_of_its_own():
-    model = model_with(linear(1.0, 0.3), driven=True)
+def test_batch_uses_its_masks_inputs_and_lengths():
+    model = model_with(linear_kernel(scale=0.3), driven=True)
     us = jnp.sin(jnp.arange(3.0 * N)).reshape(3, N, 1)
     keys = jax.random.split(jax.random.key(0), 3)
     ys = jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us)
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, ys.shape)
     length = jnp.array([N, 10, 20])
-    found = rd.smooth(model, ys, mask=mask, inputs=us, length=length)
+    smoothed = rd.smooth(model, ys, mask=mask, inputs=us, length=length)
     for i in range(3):
         alone = rd.smooth(model, ys[i], mask=mask[i], inputs=us[i], length=length[i])
-        np.testing.assert_allclose(found.mean[i], alone.mean, atol=1e-10)
-        np.testing.assert_allclose(found.covariance[i], alone.covariance, atol=1e-10)
+        np.testing.assert_allclose(smoothed.mean[i], alone.mean, atol=1e-10)
+        np.testing.assert_allclose(smoothed.covariance[i], alone.covariance, atol=1e-10)
 
 
 # --- linearised -----------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def test_a_mildly_nonlinear_model_is_linearised(mild):
 
 
 @pytest.mark.slow
-def test_the_same_call_has_the_same_answer(mild):
+def test_smooth_is_deterministic(mild):
     again = rd.smooth(MILD, simulated(MILD), key=jax.random.key(0))
     assert again.reason == mild.reason
     np.testing.assert_array_equal(again.mean, mild.mean)
@@ -137,11 +140,7 @@ def test_the_same_call_has_the_same_answer(mild):
 
 def sharp(error):
     """A sensor that sees x² with little noise, x near 3, and a prior that allows both signs."""
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.ones(1), 2.0 * jnp.eye(1)),
-        linear(1.0, 0.1),
-        seen_through(jnp.square, error),
-    )
+    model = nonlinear_emission_model(jnp.square, error, mean=1.0, prior=2.0, weight=1.0, noise=0.1)
     draws = np.random.default_rng(0).normal(size=(2, N))
     return model, (3.0 + 0.1 * np.cumsum(draws[0])) ** 2 + error * draws[1]
 
@@ -173,74 +172,76 @@ def negative_mass(model, ys, points):
     "error",
     [0.3, pytest.param(0.1, marks=pytest.mark.slow), pytest.param(0.03, marks=pytest.mark.slow)],
 )
-def test_a_linearised_answer_that_lost_a_mode_is_not_trustworthy(error):
+def test_linearised_result_that_lost_a_mode_is_not_trustworthy(error):
     model, ys = sharp(error)
     ys = ys[:8] if error > 0.2 else ys
     exact = negative_mass(model, ys, np.linspace(-6.0, 6.0, 1501 if error > 0.2 else 4001))
     np.testing.assert_allclose(exact, 0.18, atol=0.02)
-    found = rd.smooth(model, ys[:, None], method="linearised")
-    assert found.method == "linearised" and not found.trustworthy
-    assert jnp.max(found.covariance) < 0.1  # where the exact variance is above 4
-    assert "does not pass check_posterior (mode loss" in found.reason
+    smoothed = rd.smooth(model, ys[:, None], method="linearised")
+    assert smoothed.method == "linearised" and not smoothed.trustworthy
+    assert jnp.max(smoothed.covariance) < 0.1  # where the exact variance is above 4
+    assert "does not pass check_posterior (mode loss" in smoothed.reason
 
 
 @pytest.mark.slow
-def test_a_mode_is_found_where_no_grid_is_fine_enough():
+def test_lost_mode_is_detected_without_a_grid():
     """At an error of 0.01 the grid is too coarse, and a bootstrap filter degenerates."""
     model, ys = sharp(0.01)
-    found = rd.smooth(model, ys[:, None], method="linearised")
-    assert not found.trustworthy and "mode loss" in found.reason
-    assert "a reference (particles)" in found.reason
+    smoothed = rd.smooth(model, ys[:, None], method="linearised")
+    assert not smoothed.trustworthy and "mode loss" in smoothed.reason
+    assert "a reference (particles)" in smoothed.reason
 
 
 def failed_reference(key, model, series):
-    found = find_reference(key, model, series)
-    return dataclasses.replace(found, problem="a smoother degenerates")
+    reference = find_reference(key, model, series)
+    return dataclasses.replace(reference, problem="a smoother degenerates")
 
 
 @pytest.mark.parametrize("method", ["linearised", pytest.param("auto", marks=pytest.mark.slow)])
-def test_an_answer_whose_reference_fails_is_not_checked(monkeypatch, method):
+def test_failed_reference_leaves_result_unchecked(monkeypatch, method):
     monkeypatch.setattr("retrodict.bounds.find_reference", failed_reference)
     monkeypatch.setattr(driver, "train_family", untrained)
-    found = rd.smooth(MILD, simulated(MILD), method=method, **QUICK)
-    assert not found.trustworthy
-    assert "was not checked: a smoother degenerates." in found.reason
-    assert ("A family was not trained" in found.reason) == (method == "auto")
+    smoothed = rd.smooth(MILD, simulated(MILD), method=method, **QUICK)
+    assert not smoothed.trustworthy
+    assert "was not checked: a smoother degenerates." in smoothed.reason
+    assert ("A family was not trained" in smoothed.reason) == (method == "auto")
 
 
-def test_what_is_not_checked_is_not_trustworthy():
-    found = rd.smooth(MILD, simulated(MILD), method="linearised", check=False)
-    assert not found.trustworthy and "was not checked otherwise" in found.reason
-    assert repr(found).startswith("Smoothed(mean of shape (30, 1), linearised, not trustworthy: ")
-
-
-@pytest.mark.slow
-def test_what_was_forced_is_done_and_graded():
-    found = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
-    assert found.method == "linearised" and not found.trustworthy
-    assert "does not pass check_posterior (" in found.reason
+def test_unchecked_result_is_not_trustworthy():
+    smoothed = rd.smooth(MILD, simulated(MILD), method="linearised", check=False)
+    assert not smoothed.trustworthy and "was not checked otherwise" in smoothed.reason
+    assert repr(smoothed).startswith(
+        "Smoothed(mean of shape (30, 1), linearised, not trustworthy: "
+    )
 
 
 @pytest.mark.slow
-def test_many_sharp_sensors_do_not_kill_the_reference():
+def test_forced_method_is_used_and_checked():
+    smoothed = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
+    assert smoothed.method == "linearised" and not smoothed.trustworthy
+    assert "does not pass check_posterior (" in smoothed.reason
+
+
+@pytest.mark.slow
+def test_reference_survives_many_sharp_observations():
     # Twenty observations with little noise each: the weights of a bootstrap filter are on one
     # particle, and no affordable grid is fine enough.
     wide = rd.NonlinearGaussianKernel(
         lambda x: jnp.repeat(bent(x), 20), rd.Diagonal(jnp.full(20, 1e-3))
     )
     model = model_with(wide)
-    found = rd.smooth(model, simulated(model, n=8))
-    assert found.method == "linearised" and found.trustworthy
-    assert "a reference (particles)" in found.reason
+    smoothed = rd.smooth(model, simulated(model, n=8))
+    assert smoothed.method == "linearised" and smoothed.trustworthy
+    assert "a reference (particles)" in smoothed.reason
 
 
 @pytest.mark.slow
-def test_without_a_density_the_smoother_speaks_for_itself():
-    stiff = rd.StateSpaceModel(MILD.prior, linear(0.9, 0.0), MILD.emission)
-    found = rd.smooth(stiff, simulated(stiff, 2))
-    assert found.method == "linearised" and found.mean.shape == (2, N, 1)
-    assert not found.trustworthy
-    assert "has status 'ok'" in found.reason and "transition with a density" in found.reason
+def test_model_without_density_falls_back_to_linearised_status():
+    stiff = replace(MILD, transition=linear_kernel(0.9, scale=0.0))
+    smoothed = rd.smooth(stiff, simulated(stiff, 2))
+    assert smoothed.method == "linearised" and smoothed.mean.shape == (2, N, 1)
+    assert not smoothed.trustworthy
+    assert "has status 'ok'" in smoothed.reason and "transition with a density" in smoothed.reason
     with pytest.raises(ValueError, match="transition with a density"):
         rd.smooth(stiff, simulated(stiff), method="amortised")
 
@@ -249,7 +250,7 @@ def test_without_a_density_the_smoother_speaks_for_itself():
 
 
 @pytest.mark.slow
-def test_two_modes_are_left_to_a_family(squared):
+def test_bimodal_posterior_trains_a_family(squared):
     assert squared.method == "amortised"
     assert "The iterated smoother does not pass check_posterior (" in squared.reason
     assert "A family was not trained, with 3 steps. It does not pass" in squared.reason
@@ -260,29 +261,29 @@ def test_two_modes_are_left_to_a_family(squared):
 
 
 @pytest.mark.slow
-def test_a_family_is_used_again_without_training(squared):
-    told = []
-    options = {"num_samples": 32, "progress": lambda *at: told.append(at)}
+def test_trained_family_is_reused_without_training(squared):
+    log = []
+    options = {"num_samples": 32, "progress": lambda *at: log.append(at)}
     new = simulated(SQUARE, 2, seed=7)
-    found = rd.smooth(SQUARE, new, family=squared.family, **options)
-    assert found.method == "amortised" and found.reason.startswith("The family was given.")
-    assert not told and found.mean.shape == (2, N, 1)
+    smoothed = rd.smooth(SQUARE, new, family=squared.family, **options)
+    assert smoothed.method == "amortised" and smoothed.reason.startswith("The family was given.")
+    assert not log and smoothed.mean.shape == (2, N, 1)
     chain = squared.family.infer(new[1])
     key = jax.random.fold_in(jax.random.split(jax.random.key(0))[1], 1)
     estimator = rd.BackwardSampling(32, noise="stratified", by_component=True)
     alone = rd.marginals(chain, estimator=estimator, key=key)
-    np.testing.assert_allclose(found.mean[1], alone.mean, atol=1e-10)
+    np.testing.assert_allclose(smoothed.mean[1], alone.mean, atol=1e-10)
 
 
 @pytest.mark.slow
 def test_a_linear_gaussian_family_needs_no_draws():
     ys = simulated(MILD)
     family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4).prepare(MILD, ys)
-    found = rd.smooth(MILD, ys, family=family)
-    assert found.method == "amortised" and not found.mean_standard_error.any()
+    smoothed = rd.smooth(MILD, ys, family=family)
+    assert smoothed.method == "amortised" and not smoothed.mean_standard_error.any()
 
 
-def test_a_family_breaks_or_is_beaten():
+def test_broken_or_worse_family_is_rejected():
     """NaN compares as nothing: a broken family must not stand."""
 
     def graded(elbo, *objections):
@@ -297,22 +298,25 @@ def test_a_family_breaks_or_is_beaten():
 
 
 @pytest.mark.slow
-def test_training_series_take_after_the_given_ones():
-    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+def test_training_series_match_lengths_gaps_and_inputs():
+    model = model_with(nonlinear_kernel(jnp.square, 0.1), driven=True)
     us = jnp.arange(2.0 * 80).reshape(2, 80, 1)
-    seen = np.ones((2, 80, 1), bool)
-    seen[0, ::2] = False
+    observed = np.ones((2, 80, 1), bool)
+    observed[0, ::2] = False
     batch = prepare_batch(
         jnp.zeros((2, 80, 1)),
-        mask=seen,
+        mask=observed,
         inputs=us,
         length=jnp.array([80, 20]),
         takes_input=True,
     )
-    found = simulate_batch(jax.random.key(0), model, batch, 6, 64)
-    assert found.ys.shape == (6, 64, 1)
-    assert found.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
-    inputs, mask = found.options["inputs"][..., 0], found.options["mask"][..., 0]
+    simulated_batch = simulate_batch(jax.random.key(0), model, batch, 6, 64)
+    assert simulated_batch.ys.shape == (6, 64, 1)
+    assert simulated_batch.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
+    inputs, mask = (
+        simulated_batch.options["inputs"][..., 0],
+        simulated_batch.options["mask"][..., 0],
+    )
     np.testing.assert_array_equal(mask[0::2], inputs[0::2] % 2 == 1)
     np.testing.assert_array_equal(inputs[1::2, :20], np.tile(np.arange(80.0, 100.0), (3, 1)))
     assert mask[1::2, :20].all() and not mask[1::2, 20:].any()
@@ -320,35 +324,37 @@ def test_training_series_take_after_the_given_ones():
 
 @pytest.mark.slow
 def test_a_family_is_trained_with_gaps_inputs_and_lengths():
-    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+    model = model_with(nonlinear_kernel(jnp.square, 0.1), driven=True)
     us = 0.1 * jnp.sin(jnp.arange(2.0 * N)).reshape(2, N, 1)
     keys = jax.random.split(jax.random.key(0), 2)
     ys = np.array(jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us))
     ys[0, 10:15] = np.nan
-    found = rd.smooth(model, ys, method="amortised", inputs=us, length=[N, 20], **QUICK)
-    assert "Family was trained on 8 simulated series of 30 rows" in found.reason
-    assert found.mean.shape == (2, N, 1) and jnp.all(jnp.isfinite(found.mean))
-    np.testing.assert_allclose(found.mean[1, 20:], jnp.tile(found.mean[1, 19], (10, 1)), atol=1e-10)
+    smoothed = rd.smooth(model, ys, method="amortised", inputs=us, length=[N, 20], **QUICK)
+    assert "Family was trained on 8 simulated series of 30 rows" in smoothed.reason
+    assert smoothed.mean.shape == (2, N, 1) and jnp.all(jnp.isfinite(smoothed.mean))
+    np.testing.assert_allclose(
+        smoothed.mean[1, 20:], jnp.tile(smoothed.mean[1, 19], (10, 1)), atol=1e-10
+    )
 
 
 @pytest.mark.slow
-def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
+def test_better_linearised_smoother_is_kept(monkeypatch):
     # Nothing is good enough for this check.
     monkeypatch.setattr("retrodict.bounds.check.MOST_DISTANCE", -1.0)
     monkeypatch.setattr(driver, "train_family", untrained)
-    found = rd.smooth(MILD, simulated(MILD), **QUICK)
-    assert found.method == "linearised" and "which is therefore kept" in found.reason
-    assert found.family is not None
+    smoothed = rd.smooth(MILD, simulated(MILD), **QUICK)
+    assert smoothed.method == "linearised" and "which is therefore kept" in smoothed.reason
+    assert smoothed.family is not None
 
 
 @pytest.mark.slow
-def test_a_trained_family_knows_both_modes():
+def test_trained_family_covers_both_modes():
     ys = simulated(SQUARE)
-    found = rd.smooth(SQUARE, ys, num_steps=600, num_series=256, progress=False)
-    assert found.method == "amortised" and isinstance(found.family, rd.MixtureFamily)
+    smoothed = rd.smooth(SQUARE, ys, num_steps=600, num_series=256, progress=False)
+    assert smoothed.method == "amortised" and isinstance(smoothed.family, rd.MixtureFamily)
     mean, covariance = grid_moments(SQUARE, ys)
-    assert jnp.max(jnp.abs(found.mean - mean)) < 0.3 * jnp.sqrt(jnp.max(covariance))
-    np.testing.assert_allclose(found.covariance, covariance, rtol=0.25, atol=0.02)
+    assert jnp.max(jnp.abs(smoothed.mean - mean)) < 0.3 * jnp.sqrt(jnp.max(covariance))
+    np.testing.assert_allclose(smoothed.covariance, covariance, rtol=0.25, atol=0.02)
 
 
 # --- misuse ---------------------------------------------------------------------------------------
@@ -371,13 +377,13 @@ def test_a_trained_family_knows_both_modes():
     ],
 )
 @pytest.mark.usefixtures("untyped")
-def test_misuse_is_refused(options, kind, message):
+def test_smooth_refuses_bad_arguments(options, kind, message):
     with pytest.raises(kind, match=message):
         rd.smooth(MILD, np.zeros((N, 1)), **options)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_other_misuse_is_refused():
+def test_smooth_refuses_bad_models_and_data():
     wrong: Any = 3
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
         rd.smooth(wrong, np.zeros((N, 1)))
@@ -398,7 +404,7 @@ LEVELS = [0.05, 0.3, 0.95]
 
 @pytest.fixture(scope="module")
 def quantiles_of_two_modes() -> np.ndarray:
-    smoothed = two_sided.smoothed()
+    smoothed = bimodal_posterior.smoothed()
     quantiles = smoothed.quantile(LEVELS)
     assert quantiles.shape == (3, *smoothed.mean.shape)
     # Draws are the same in every call.
@@ -411,9 +417,9 @@ def test_quantiles_of_two_modes_are_those_of_draws(
     quantiles_of_two_modes: np.ndarray, level: float
 ):
     """Against a grid; a false alarm has a probability of 2e-9 per row."""
-    exact, smoothed = two_sided.posterior(), two_sided.smoothed()
+    exact, smoothed = bimodal_posterior.posterior(), bimodal_posterior.smoothed()
     expected = np.asarray(exact.quantile(level))[:, 0]
-    near = two_sided.tolerance(exact, level, 1000)
+    near = bimodal_posterior.tolerance(exact, level, 1000)
     quantiles = quantiles_of_two_modes[LEVELS.index(level)]
     assert np.all(np.abs(quantiles[:, 0] - expected) < near)
     # A Gaussian interval is elsewhere: modes at ±3 have a standard deviation of 3.
@@ -422,8 +428,8 @@ def test_quantiles_of_two_modes_are_those_of_draws(
 
 
 @pytest.mark.slow
-def test_quantiles_of_a_batch_have_its_axis_after_that_of_the_levels():
-    smoothed = two_sided.smoothed()
+def test_batch_quantiles_have_levels_as_first_axis():
+    smoothed = bimodal_posterior.smoothed()
     batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), eqx.filter(smoothed, eqx.is_array))
     batch = eqx.combine(batch, smoothed)
     assert batch.quantile([0.3, 0.5]).shape == (2, 2, *smoothed.mean.shape)
@@ -431,30 +437,29 @@ def test_quantiles_of_a_batch_have_its_axis_after_that_of_the_levels():
 
 def test_quantiles_of_a_linear_gaussian_posterior_are_exact():
     ys = simulated(LINEAR)
-    found = rd.smooth(LINEAR, ys)
-    std = np.sqrt(np.asarray(found.covariance)[:, 0, 0])
-    expected = scipy.stats.norm.ppf(0.95, np.asarray(found.mean)[:, 0], std)
-    np.testing.assert_allclose(found.quantile(0.95)[:, 0], expected, rtol=1e-6)
-    assert found.quantile([[0.1, 0.9]]).shape == (1, 2, N, 1)
+    smoothed = rd.smooth(LINEAR, ys)
+    std = np.sqrt(np.asarray(smoothed.covariance)[:, 0, 0])
+    expected = scipy.stats.norm.ppf(0.95, np.asarray(smoothed.mean)[:, 0], std)
+    np.testing.assert_allclose(smoothed.quantile(0.95)[:, 0], expected, rtol=1e-6)
+    assert smoothed.quantile([[0.1, 0.9]]).shape == (1, 2, N, 1)
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.5, np.nan])
-def test_quantile_refuses_what_is_no_probability(level: float):
+def test_quantile_refuses_non_probabilities(level: float):
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
-        two_sided.smoothed().quantile(level)
+        bimodal_posterior.smoothed().quantile(level)
 
 
 def explosive(scale: float) -> rd.StateSpaceModel:
     """A double well, out of which paths that start far away are thrown to infinity."""
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), scale * jnp.eye(1)),
-        rd.NonlinearGaussianKernel(lambda x: x + 0.2 * (x - x**3), rd.Diagonal(jnp.array([0.2]))),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    return replace(
+        linear_model(prior=scale),
+        transition=nonlinear_kernel(lambda x: x + 0.2 * (x - x**3), 0.2),
     )
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_simulated_keeps_the_linearised_answer():
+def test_failed_simulation_keeps_linearised_result():
     ys = 1.0 + 0.5 * np.sin(np.arange(12.0))[:, None]
     smoothed = rd.smooth(explosive(50.0), ys, **QUICK)
     assert smoothed.method == "linearised"

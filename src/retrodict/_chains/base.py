@@ -17,7 +17,18 @@ from retrodict._arrays import PRNGKey, Scalar, check_count
 
 
 class AbstractBackwardChain(eqx.Module):
-    """A law of paths with backward sampling and a tractable density."""
+    """A law of paths with backward sampling and a tractable density.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> isinstance(chain, rd.AbstractBackwardChain), chain.num_times, chain.state_dim
+        (True, 3, 1)
+        >>> paths = chain.sample(jax.random.key(0), 5)
+        >>> paths.shape, chain.log_prob(paths[0]).shape
+        ((5, 3, 1), ())
+    """
 
     @property
     @abstractmethod

@@ -41,6 +41,16 @@ class LinearGaussianChain(AbstractKernelChain):
     Rows from `length` on are padding. Their laws repeat the terminal law and their kernels are the
     identity: a sampled path repeats its last state there. Padding adds zero to log densities.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model = rd.models.local_level(prior_scale=1.0)
+        >>> chain = rd.kalman_smoother(model, jnp.array([[1.0], [2.0], [4.0]])).chain
+        >>> smoothed = chain.marginals()
+        >>> print(np.array(smoothed.mean[:, 0]).round(3), np.array(smoothed.std[:, 0]).round(3))
+        [1. 2. 3.] [0.62  0.679 0.784]
+        >>> chain.pairwise().covariance.shape
+        (2, 2, 2)
+
     Attributes:
         laws: the filtering laws q_k, a `Gaussian` with a leading time axis.
         kernels: the backward kernels, a `LinearGaussianKernel` with a leading axis `time-1`.

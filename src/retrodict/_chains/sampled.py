@@ -26,6 +26,16 @@ class AbstractBackwardKernel(eqx.Module):
     `noise_dim` standard normal variates to a draw, and defines the gradients of draws. Fields of a
     kernel should be arrays, and functions should be static fields, because `jax.vmap` of `infer`
     returns chains and therefore kernels.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> class Halved(rd.AbstractBackwardKernel):
+        ...     def law(self, step, x):
+        ...         return rd.Gaussian(x / 2, step["scale_tril"])
+        >>> laws = jax.vmap(rd.Gaussian)(jnp.zeros((5, 1)), jnp.ones((5, 1, 1)))
+        >>> chain = rd.SampledChain(laws, Halved(), {"scale_tril": jnp.ones((4, 1, 1))})
+        >>> chain.kernel_law({"scale_tril": jnp.eye(1)}, jnp.ones(1)).mean.tolist()
+        [0.5]
     """
 
     @abstractmethod
@@ -52,6 +62,18 @@ class SampledChain(AbstractKernelChain):
 
     Rows from `length` on are padding. Their `laws` and `steps` are not used, a sampled path repeats
     its last state there, and they add zero to log densities.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> class Halved(rd.AbstractBackwardKernel):
+        ...     def law(self, step, x):
+        ...         return rd.Gaussian(x / 2, step["scale_tril"])
+        >>> laws = jax.vmap(rd.Gaussian)(jnp.zeros((5, 1)), jnp.ones((5, 1, 1)))
+        >>> chain = rd.SampledChain(laws, Halved(), {"scale_tril": jnp.ones((4, 1, 1))})
+        >>> options = {"estimator": rd.BackwardSampling(8), "key": jax.random.key(0)}
+        >>> moments = rd.marginals(chain, **options)
+        >>> moments.mean.shape, moments.mean_standard_error.shape
+        ((5, 1), (5, 1))
 
     Attributes:
         laws: the filtering laws q_k, with a leading time axis.

@@ -95,7 +95,7 @@ CLASSES: dict[str, str] = {
         ConjugateFamily Cubature Diagonal DistributionKernel FitResult Forecast Frozen
         GatedFamily GaussHermite Gaussian GaussianMixture Grid GridPosterior InitialTerm
         KalmanFamily LinearGaussianChain LinearGaussianKernel LogJoint MixtureFamily
-        NaturalGaussian NonlinearFamily NonlinearGaussianKernel PairTerm
+        NonlinearFamily NonlinearGaussianKernel PairTerm
         ParameterErrors ParticlePosterior Positive PositiveTril Quadrature RaoBlackwellised
         RecurrentFamily Recursive SampledChain ScanFamily Score SecondMoments Series Smoothed
         StateFunctional StateSpaceModel StateSum StateTerm Taylor Unscented
@@ -154,6 +154,7 @@ CLASSES: dict[str, str] = {
     "retrodict.online.score": "ScoreState",
     "retrodict.online.sensitivity": "Followed",
     "retrodict.online.truncated": "TruncatedState",
+    "retrodict._model.gaussian": "NaturalGaussian",
     "retrodict._model.parameters": "StationaryCoefficients",
     "retrodict.particles.cloud": "Filter",
     "retrodict.particles.proposal": "_MeanLookahead",

@@ -84,6 +84,16 @@ def load(path: PathLike, *, like: Any = None) -> Any:
     nothing else. The values are those of the author of the file: they may be wrong, and using them
     may take long. Functions and classes of `like` are called with these values.
 
+    Example:
+        >>> import tempfile, jax.numpy as jnp, retrodict as rd
+        >>> def build():
+        ...     return rd.NonlinearGaussianKernel(lambda x: 2.0 * x, rd.Diagonal(jnp.ones(1)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rd.save(f"{folder}/emission.rd", build())
+        ...     emission = rd.load(f"{folder}/emission.rd", like=build())  # supplies the lambda
+        >>> emission.law(jnp.ones(1)).mean.tolist()
+        [2.0]
+
     Args:
         path: the file.
         like: an object of the same structure, which supplies functions and classes that a file may

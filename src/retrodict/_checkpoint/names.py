@@ -21,6 +21,17 @@ LONGEST_MESSAGE = 1000
 class CheckpointError(ValueError):
     """A file that cannot be loaded: damaged, not a checkpoint, or of another structure.
 
+    Example:
+        >>> import pathlib, tempfile, retrodict as rd
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "model.rd")
+        ...     _ = path.write_text("not a checkpoint")
+        ...     try:
+        ...         rd.load(path)
+        ...     except rd.CheckpointError:
+        ...         print("cannot be loaded")
+        cannot be loaded
+
     Args:
         text: the message. It may quote the file: it is cut, and control characters are replaced.
     """

@@ -217,8 +217,8 @@ def score(
         slope = slope + reduced.slope - _carried_back(design, gains.gain, reduced.slope)
     whitened = product(gains.whitener, design)
     curvature = product(transpose(whitened), whitened)
-    kept = weight - product(product(weight, gains.gain[:-1]), design[:-1])
-    onward = appended(transpose(kept), zero_matrix, parallel)
+    propagated_weight = weight - product(product(weight, gains.gain[:-1]), design[:-1])
+    onward = appended(transpose(propagated_weight), zero_matrix, parallel)
     if parallel:
         r, big_n = affine_suffix_scan(onward, slope, curvature, parallel)
     else:
@@ -297,13 +297,15 @@ def _at_all_entries(
     value, mean, covariance, misfit, design_covariance = row
     basis = jax.lax.stop_gradient(row_basis(design.T))
 
-    def whole(reduced: Float[Array, "c k"], full: Float[Array, "obs k"]) -> Float[Array, "obs k"]:
+    def for_all_entries(
+        reduced: Float[Array, "c k"], full: Float[Array, "obs k"]
+    ) -> Float[Array, "obs k"]:
         return full + linalg.matmul(basis.T, reduced - linalg.matmul(basis, full))
 
     full_misfit = value - linalg.matvec(design, mean)
     return (
-        whole(misfit[:, None], full_misfit[:, None])[:, 0],
-        whole(design_covariance, linalg.matmul(design, covariance)),
+        for_all_entries(misfit[:, None], full_misfit[:, None])[:, 0],
+        for_all_entries(design_covariance, linalg.matmul(design, covariance)),
     )
 
 

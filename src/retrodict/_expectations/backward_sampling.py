@@ -50,6 +50,18 @@ class BackwardSampling(AbstractEstimator):
     has one draw in each sixteenth of its law (Latin hypercubes), which nearly cancels sums of
     functions of single variables. Standard errors are computed from the means of groups.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> size = rd.StateFunctional(lambda x, data: jnp.abs(x))
+        >>> estimator = rd.BackwardSampling(64, noise="antithetic")
+        >>> value, error = rd.expectation(
+        ...     chain, size, estimator=estimator, key=jax.random.key(0), with_standard_error=True
+        ... )
+        >>> bool(0 < error < value)
+        True
+
     Args:
         num_samples: the number of paths; the standard error needs two groups or more.
         noise: `"independent"`, `"antithetic"` or `"stratified"`.

@@ -35,6 +35,23 @@ class AbstractEstimator(eqx.Module):
     estimator. `view` computes what all replicates share, `draw` samples their noise, and `evaluate`
     returns the value of one replicate.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> class AtTheFilteredMeans(rd.AbstractEstimator):
+        ...     error = "unknown"
+        ...     num_replicates = None
+        ...     def view(self, chain, *, parallel=False):
+        ...         return chain.laws.mean
+        ...     def draw(self, terms, view, key, *, parallel=False):
+        ...         return None
+        ...     def evaluate(self, terms, view, noise, data):
+        ...         return sum(term(x, None) for term in terms for x in view)
+        >>> model = rd.models.local_level(prior_scale=1.0)
+        >>> chain = rd.kalman_smoother(model, jnp.array([[1.0], [2.0], [4.0]])).chain
+        >>> value = rd.expectation(chain, rd.StateSum(), estimator=AtTheFilteredMeans())
+        >>> print(np.array(value).round(3))
+        [4.9]
+
     Attributes:
         error: whether the value is exact, has an unknown error, or a standard error.
     """
@@ -155,6 +172,15 @@ class Quadrature(AbstractMomentEstimator, AbstractDeterministicEstimator):
     The error is deterministic and unknown: an ELBO by quadrature is not a bound. For more than
     about three state dimensions use `RaoBlackwellised`.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> growth = rd.StateFunctional(lambda x, data: jnp.exp(x))
+        >>> value = rd.expectation(chain, growth, estimator=rd.Quadrature(order=20))
+        >>> print(np.array(value).round(3))
+        [50.233]
+
     Args:
         order: the number of nodes per axis.
         rule: `"gauss-hermite"`, or `"cubature"` for the spherical-radial rule of third degree, with
@@ -207,6 +233,16 @@ class RaoBlackwellised(AbstractMomentEstimator):
     times. A transition with additive Gaussian noise is averaged over draws of x_{k-1}, with x_k
     given x_{k-1} in closed form, and any other term of a pair over draws of the pair. The estimate
     is unbiased; its variance grows linearly in the length of the series, not quadratically.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> growth = rd.StateFunctional(lambda x, data: jnp.exp(x))
+        >>> options = {"estimator": rd.RaoBlackwellised(num_samples=64), "key": jax.random.key(0)}
+        >>> value, error = rd.expectation(chain, growth, **options, with_standard_error=True)
+        >>> bool(0 < error < value)
+        True
 
     Args:
         num_samples: draws per row; the standard error needs two or more.

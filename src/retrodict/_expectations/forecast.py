@@ -36,6 +36,16 @@ class Forecast(eqx.Module):
     Gaussian. Elsewhere they average conditional moments over the draws, which has a smaller
     variance than averaging the draws themselves (Rao-Blackwell).
 
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> ahead = rd.forecast(jax.random.key(0), model, chain, num_times=2)
+        >>> print(np.array(ahead.mean[:, 0]).round(3), np.array(ahead.covariance[:, 0, 0]).round(3))
+        [3. 3.] [2.615 3.615]
+        >>> print(np.array(ahead.quantile([0.05, 0.95])[:, 0, 0]).round(2))
+        [0.34 5.66]
+
     Attributes:
         states: draws of shape `(sample, time, state)`.
         observations: draws of shape `(sample, time, obs)`, given the states of the same path.
@@ -115,17 +125,11 @@ def forecast(
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> model = rd.StateSpaceModel(
-        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        ...     transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        ... )
-        >>> chain = rd.kalman_smoother(model, jnp.ones((5, 1))).chain
-        >>> ahead = rd.forecast(jax.random.key(0), model, chain, num_times=3)
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> ahead = rd.forecast(jax.random.key(0), model, chain, num_times=2)
         >>> ahead.observations.shape, ahead.mean.shape
-        ((1000, 3, 1), (3, 1))
-        >>> ahead.quantile([0.05, 0.95]).shape
-        (2, 3, 1)
+        ((1000, 2, 1), (2, 1))
 
     Args:
         key: a typed key.
@@ -168,6 +172,15 @@ def predictive(
     If the model is right, the observed series resembles them. Rows from the length of the chain on
     do not exist and hold NaN.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> replicates = rd.predictive(jax.random.key(0), model, chain, num_samples=100)
+        >>> p_value = jnp.mean(jnp.max(replicates, axis=1) > jnp.max(ys))
+        >>> replicates.shape, bool(0 < p_value < 1)
+        ((100, 3, 1), True)
+
     Args:
         key: a typed key.
         model: the model.
@@ -202,6 +215,14 @@ def impute(
     correlated. A `DistributionKernel` with a joint density is drawn by row: neither the chain nor
     the draw uses the observed entries of an incomplete row. Rows from `length` on do not exist and
     hold NaN.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [jnp.nan], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> completed = rd.impute(jax.random.key(0), model, chain, ys, num_samples=100)
+        >>> completed.shape, completed[0, 0].tolist(), bool(jnp.isnan(completed).any())
+        ((100, 3, 1), [1.0], False)
 
     Args:
         key: a typed key.
@@ -246,7 +267,7 @@ def _forecast(
         step_key, u = at
         keys = jax.random.split(step_key, xs.shape[0])
         after = jax.vmap(lambda k, x: transition.sample(k, x, u))(keys, xs).astype(xs.dtype)
-        moments = jax.vmap(lambda x, drawn: _moments(transition, x, u, drawn))(xs, after)
+        moments = jax.vmap(lambda x, draw: _moments(transition, x, u, draw))(xs, after)
         return after, (after, *moments)
 
     _, rows = jax.lax.scan(move, last, (jax.random.split(states_key, num_times), us))
@@ -298,21 +319,21 @@ def _averaged(
 
 
 def _moments(
-    kernel: AbstractKernel, x: Array, u: Array | None, drawn: Array
+    kernel: AbstractKernel, x: Array, u: Array | None, draw: Array
 ) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
     """Return the conditional mean and covariance if the law has them, else a draw and zero."""
     law: Any = kernel.law(x, u)
     if isinstance(kernel, AbstractGaussianKernel):
         return law.mean.astype(x.dtype), law.covariance.astype(x.dtype)
-    spread = jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
+    spread = jnp.zeros((*draw.shape, draw.shape[0]), draw.dtype)
     try:
         mean, variance = jnp.asarray(law.mean), jnp.asarray(law.variance)
-        shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(drawn))}
+        shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(draw))}
     except (AttributeError, NotImplementedError):
         # Not every distribution has moments.
-        return drawn, spread
-    if shapes != {drawn.shape}:
-        return drawn, spread
+        return draw, spread
+    if shapes != {draw.shape}:
+        return draw, spread
     return mean.astype(x.dtype), jnp.diag(variance.astype(x.dtype))
 
 
@@ -339,28 +360,28 @@ def _complete(
     keys = jax.random.split(key, paths.shape[:2])
 
     def complete(k: Array, x: Array, y: Array, observed: Any, u: Array | None) -> Array:
-        drawn = emission.sample(k, x, u)
+        draw = emission.sample(k, x, u)
         if isinstance(emission, AbstractGaussianKernel):
-            drawn = _condition_draw(emission.law(x, u).scale_tril, drawn, y, observed)
-        return jnp.where(observed, y, drawn.astype(y.dtype))
+            draw = _condition_draw(emission.law(x, u).scale_tril, draw, y, observed)
+        return jnp.where(observed, y, draw.astype(y.dtype))
 
     over_paths = jax.vmap(jax.vmap(complete), in_axes=(0, 0, None, None, None))
     return over_paths(keys, paths, series.ys, series.mask, series.inputs)
 
 
-def _condition_draw(scale: Any, drawn: Array, y: Array, observed: Array) -> Array:
+def _condition_draw(scale: Any, draw: Array, y: Array, observed: Array) -> Array:
     """Turn a draw of a whole row into one given the observed entries o of y.
 
     With C = s sᵀ and z a draw of the row, z + C_{·o} C_oo⁻¹ (y_o − z_o) has the conditional law.
     """
     if isinstance(scale, Diagonal):
-        return drawn
-    lower, weights = dense_scale(scale), observed.astype(drawn.dtype)
+        return draw
+    lower, weights = dense_scale(scale), observed.astype(draw.dtype)
     # Missing entries have a residual of zero and unit scale, and so have no effect.
     factor = dense_scale(masked_scale(lower, weights))
-    residual = linalg.solve_triangular(factor, jnp.where(observed, y - drawn, 0.0))
+    residual = linalg.solve_triangular(factor, jnp.where(observed, y - draw, 0.0))
     solved = linalg.solve_triangular(factor, residual, transpose=True)
-    return drawn + linalg.matvec(lower, linalg.matvec(lower.T, weights * solved))
+    return draw + linalg.matvec(lower, linalg.matvec(lower.T, weights * solved))
 
 
 def _check(model: Any, chain: Any, owner: str) -> StateSpaceModel:

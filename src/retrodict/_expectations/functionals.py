@@ -116,6 +116,12 @@ class AbstractFunctionTerm(AbstractTerm):
 class InitialTerm(AbstractFunctionTerm, AbstractInitialTerm):  # pyright: ignore
     """A function of x_0 and the data of time 0.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> term = rd.InitialTerm(lambda x, data: x**2, quadratic=True)
+        >>> term(jnp.array([3.0]), None).tolist()
+        [9.0]
+
     Args:
         fn: called as `fn(x, data)`.
         quadratic: whether it is a polynomial of degree at most two in x.
@@ -130,6 +136,12 @@ class InitialTerm(AbstractFunctionTerm, AbstractInitialTerm):  # pyright: ignore
 class StateTerm(AbstractFunctionTerm, AbstractStateTerm):  # pyright: ignore
     """A function of x_k and the data of time k, for every k.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> term = rd.StateTerm(lambda x, data: (x - data) ** 2, quadratic=True, name="residual")
+        >>> term(jnp.array([3.0]), jnp.array([1.0])).tolist()
+        [4.0]
+
     Args:
         fn: called as `fn(x, data)`.
         quadratic: whether it is a polynomial of degree at most two in x.
@@ -143,6 +155,12 @@ class StateTerm(AbstractFunctionTerm, AbstractStateTerm):  # pyright: ignore
 
 class PairTerm(AbstractFunctionTerm, AbstractPairTerm):  # pyright: ignore
     """A function of x_{k-1}, x_k and the data of time k, for every k ≥ 1.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> term = rd.PairTerm(lambda before, x, data: jnp.abs(x - before), lipschitz=(1.0, 1.0))
+        >>> term(jnp.array([3.0]), jnp.array([1.0]), None).tolist()
+        [2.0]
 
     Args:
         fn: called as `fn(before, x, data)`.
@@ -209,7 +227,18 @@ class LogTransition(AbstractKernelTerm, AbstractPairTerm):
 
 
 class AbstractFunctional(eqx.Module):
-    """An additive functional of a path: the sum of its terms over time."""
+    """An additive functional of a path: the sum of its terms over time.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> class Roughness(rd.AbstractFunctional):
+        ...     def terms(self):
+        ...         return (rd.PairTerm(lambda before, x, data: (x - before) ** 2, quadratic=True),)
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> print(np.array(rd.expectation(chain, Roughness())).round(3))
+        [2.406]
+    """
 
     @abstractmethod
     def terms(self) -> tuple[AbstractTerm, ...]:
@@ -285,6 +314,14 @@ class SecondMoments(AbstractFunctional):
     """The sums Σ_k x_k x_kᵀ and Σ_{k≥1} x_{k-1} x_kᵀ, as `SecondMomentSums`.
 
     With `StateSum` they are the sufficient statistics of a linear-Gaussian transition.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> sums = rd.expectation(chain, rd.SecondMoments())
+        >>> print(np.array(sums.within).round(3), np.array(sums.between).round(3))
+        [[19.219]] [[11.187]]
     """
 
     def terms(self) -> tuple[AbstractTerm, ...]:
@@ -309,8 +346,14 @@ class AdditiveFunctional(AbstractFunctional):
     """A user-defined functional initial(x_0, data_0) + Σ_{k≥1} increment(x_{k-1}, x_k, data_k).
 
     Example:
-        The distance that the state moves:
-        `AdditiveFunctional(lambda before, x, data: jnp.sum(jnp.abs(x - before)))`.
+        The squared distance that the state moves, in closed form:
+
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> moved = rd.AdditiveFunctional(lambda before, x, data: (x - before) ** 2, quadratic=True)
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> print(np.array(rd.expectation(chain, moved)).round(3))
+        [2.406]
 
     Args:
         increment: called as `increment(before, x, data)` with two states and the row of the data at
@@ -368,8 +411,15 @@ class StateFunctional(AbstractFunctional):
     """A user-defined sum over states, Σ_k fn(x_k, data_k).
 
     Example:
-        The time spent above a level, with terms 0 or 1:
-        `StateFunctional(lambda x, data: 1.0 * (x[0] > 2), oscillation=1.0)`.
+        The expected number of rows with a state above 2:
+
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> above = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 2), oscillation=1.0)
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> options = {"estimator": rd.BackwardSampling(64), "key": jax.random.key(0)}
+        >>> bool(0 < rd.expectation(chain, above, **options) < 3)
+        True
 
     Args:
         fn: called as `fn(x, data)` with a state and the row of the data at its time (`None` if no
@@ -426,6 +476,14 @@ class LogJoint(AbstractFunctional):
     Under the posterior chain of another model θ' its expectation is EM's intermediate quantity
     Q(θ, θ'). The data is `model.series(ys)`.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> exact = rd.kalman_smoother(model, ys)
+        >>> energy = rd.expectation(exact.chain, rd.LogJoint(model), data=model.series(ys))
+        >>> bool(jnp.isclose(energy + exact.chain.entropy(), exact.log_evidence, rtol=1e-4))
+        True
+
     Args:
         model: the model with parameters θ.
     """
@@ -448,6 +506,14 @@ class Score(AbstractFunctional):
     log-evidence. The value has the structure of `equinox.filter(model, equinox.is_inexact_array)`;
     derivatives in a parameter such as `Positive` are those in its unconstrained array. The data is
     `model.series(ys)`.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> score = rd.expectation(chain, rd.Score(model), data=model.series(ys))
+        >>> print(np.array(score.emission.fn.obs_scale.raw).round(3))
+        [-0.02]
 
     Args:
         model: the model to differentiate.

@@ -201,11 +201,11 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         """Compute slopes, curvatures and deviations of predictors under N(mean, scale scaleᵀ)."""
         predict, derivative = self._entries(row)
         design = jax.jacfwd(predict)(mean)
-        seen = product(design, scale)
-        squares = jnp.sum(seen**2, axis=1)
+        scaled_design = product(design, scale)
+        squares = jnp.sum(scaled_design**2, axis=1)
         # A predictor that does not move has no line; its slope and curvature then are zero.
         safe = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
-        lines = product(seen / safe[:, None], transposed(scale))
+        lines = product(scaled_design / safe[:, None], transposed(scale))
         nodes, weights = _nodes(self.order, mean.dtype)
 
         def at(node: Array) -> Array:
@@ -224,15 +224,15 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         """Return functions for the predictors and for the slopes of log densities along lines."""
         emission, u = self.model.emission, row.u
         y = row.y
-        seen = jnp.ones(y.shape, bool) if row.seen is None else row.seen
+        observed = jnp.ones(y.shape, bool) if row.seen is None else row.seen
         if isinstance(emission, AbstractGaussianKernel):
 
             def residual(x: Array) -> Array:
                 law = emission.law(x, u)
                 scale = law.scale_tril
                 if row.seen is not None:
-                    scale = masked_scale(scale, seen.astype(y.dtype))
-                return scale_solve(scale, jnp.where(seen, y - law.mean, 0.0))
+                    scale = masked_scale(scale, observed.astype(y.dtype))
+                return scale_solve(scale, jnp.where(observed, y - law.mean, 0.0))
 
             def along(j: Array, x: Array, line: Array) -> Array:
                 value, moved = jax.jvp(residual, (x,), (line,))
@@ -241,7 +241,7 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
             return lambda x: -residual(x), _each(along)
 
         def density(j: Array, x: Array) -> Array:
-            only = seen & (jnp.arange(y.shape[0]) == j)
+            only = observed & (jnp.arange(y.shape[0]) == j)
             return emission.log_prob(x, y, u, only)
 
         def slope(j: Array, x: Array, line: Array) -> Array:
@@ -266,7 +266,7 @@ def _corrected(
     network: eqx.nn.MLP,
     sites: Sites,
     deviation: Float[Array, "obs"],
-    seen: Bool[Array, "obs"] | None,
+    observed: Bool[Array, "obs"] | None,
 ) -> Sites:
     """Correct the sites by the network, in units of the deviation; missing entries get none."""
     slope, curvature = sites.slope * deviation, sites.curvature * deviation**2
@@ -274,8 +274,8 @@ def _corrected(
     moved = REACH * jnp.tanh(jax.vmap(network)(read) / REACH)
     curvature = jnp.maximum(curvature + moved[:, 2], 0.0) * jnp.exp(moved[:, 1])
     curvature, slope = curvature / deviation**2, sites.slope * jnp.exp(moved[:, 0])
-    if seen is not None:
-        curvature, slope = jnp.where(seen, curvature, 0.0), jnp.where(seen, slope, 0.0)
+    if observed is not None:
+        curvature, slope = jnp.where(observed, curvature, 0.0), jnp.where(observed, slope, 0.0)
     return Sites(sites.design, slope, curvature)
 
 
@@ -289,9 +289,9 @@ def _take_in(
 
     With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `nonsingular_law.condition`.
     """
-    seen = product(sites.design, scale)
-    gained = product(transposed(seen), sites.curvature[:, None] * seen)
-    eye = jnp.eye(seen.shape[1], dtype=seen.dtype)
+    design = product(sites.design, scale)
+    gained = product(transposed(design), sites.curvature[:, None] * design)
+    eye = jnp.eye(design.shape[1], dtype=design.dtype)
     after = product(scale, inverse_of_upper_factor(eye + gained))
     pull = sites.slope + sites.curvature * linalg.matvec(sites.design, at - mean)
     whitened = linalg.matvec(after.T, linalg.matvec(sites.design.T, pull))

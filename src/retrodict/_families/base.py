@@ -62,6 +62,14 @@ class Row(NamedTuple):
 class Factor(eqx.Module):
     """The factors that one row adds to a chain.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> family = rd.KalmanFamily(rd.models.local_level(prior_scale=1.0))
+        >>> state, first = family.step(family.init(), jnp.array([1.0]))
+        >>> state, second = family.step(state, jnp.array([2.0]))
+        >>> print(np.array(first.law.mean).round(3), np.array(second.kernel.weight).round(3))
+        [0.5] [[0.333]]
+
     Attributes:
         law: the filtering law q_k, a `Gaussian` or a `GaussianMixture`.
         kernel: the backward kernel q_{k-1|k}, a `LinearGaussianKernel`, or the parameters of the
@@ -73,7 +81,19 @@ class Factor(eqx.Module):
 
 
 class AbstractFamily(eqx.Module):
-    """An amortised variational family: y_{0:n-1} ↦ q_{n-1}(x_{n-1}) ∏ q_{k-1|k}(x_k, x_{k-1})."""
+    """An amortised variational family: y_{0:n-1} ↦ q_{n-1}(x_{n-1}) ∏ q_{k-1|k}(x_k, x_{k-1}).
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> def last_filtered_mean(family: rd.AbstractFamily, ys):
+        ...     state = family.init()
+        ...     for y in ys:
+        ...         state, factor = family.step(state, y)
+        ...     return factor.law.mean
+        >>> family = rd.KalmanFamily(rd.models.local_level(prior_scale=1.0))
+        >>> print(np.array(last_filtered_mean(family, jnp.array([[1.0], [2.0], [4.0]]))).round(3))
+        [3.]
+    """
 
     state_dim: Abstract[int]
     obs_dim: Abstract[int]
@@ -226,7 +246,28 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
 
 
 class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
-    """A family whose chains are all of type `LinearGaussianChain`."""
+    """A family whose chains are all of type `LinearGaussianChain`.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> class ExponentialSmoothing(rd.AbstractLinearGaussianFamily):
+        ...     gain: float = 0.5  # an array or a parameter, if `fit` is to learn it
+        ...     state_dim: int = 1
+        ...     obs_dim: int = 1
+        ...     input_dim: int = 0
+        ...     def prepare(self, model, ys, **series): return self
+        ...     def redraw(self, key): return self
+        ...     def init(self): return jnp.zeros(1)
+        ...     def embed(self, row): return row.y
+        ...     def advance(self, level, y): return level + self.gain * (y - level)
+        ...     def read(self, before, after, y):
+        ...         bias, scale = (1 - self.gain) * before, jnp.eye(1)
+        ...         kernel = rd.LinearGaussianKernel(self.gain * jnp.eye(1), bias, scale)
+        ...         return rd.Factor(rd.Gaussian(after, scale), kernel)
+        >>> chain = ExponentialSmoothing().infer(jnp.array([[2.0], [4.0]]))
+        >>> chain.laws.mean.tolist(), chain.marginals().mean.tolist()
+        ([[1.0], [2.5]], [[1.75], [2.5]])
+    """
 
     def assemble(
         self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
@@ -237,7 +278,29 @@ class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
 
 
 class AbstractSampledFamily(AbstractFactorFamily[SampledChain]):
-    """A family whose backward kernels are sampled, and not marginalised in closed form."""
+    """A family whose backward kernels are sampled, and not marginalised in closed form.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> class Sine(rd.AbstractBackwardKernel):
+        ...     def law(self, step, x):
+        ...         return rd.Gaussian(step["shift"] + jnp.sin(x), jnp.eye(1))
+        >>> class SineFamily(rd.AbstractSampledFamily):
+        ...     state_dim: int = 1
+        ...     obs_dim: int = 1
+        ...     input_dim: int = 0
+        ...     def prepare(self, model, ys, **series): return self
+        ...     def redraw(self, key): return self
+        ...     def shared(self): return Sine()
+        ...     def init(self): return jnp.zeros(1)
+        ...     def embed(self, row): return row.y
+        ...     def advance(self, level, y): return 0.5 * (level + y)
+        ...     def read(self, before, after, y):
+        ...         return rd.Factor(rd.Gaussian(after, jnp.eye(1)), {"shift": before})
+        >>> chain = SineFamily().infer(jnp.array([[2.0], [4.0]]))
+        >>> chain.laws.mean.tolist(), chain.sample(jax.random.key(0), 3).shape
+        ([[1.0], [2.5]], (3, 2, 1))
+    """
 
     @abstractmethod
     def shared(self) -> AbstractBackwardKernel:

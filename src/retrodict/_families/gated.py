@@ -89,8 +89,8 @@ class GatedFamily(AbstractLawFamily):
         """Mix η and Λ; precisions are weighted from both sides and stay positive definite."""
         mean, whitener = recursions.predicted_whitener(state, kernel)
         proposed, root, mean_gate, gate = self._propose(features, mean, whitener)
-        kept, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
-        one, other = kept * transposed(whitener), new * root
+        old, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
+        one, other = old * transposed(whitener), new * root
         precision = product(one, transposed(one)) + product(other, transposed(other))
         scale = inverse_of_upper_factor(precision)
         precision_mean = mean_gate * linalg.matvec(whitener.T, linalg.matvec(whitener, mean))

@@ -208,8 +208,8 @@ class NonlinearFamily(AbstractPreparedFamily, AbstractSampledFamily):
         """Return the same family with a new random cell, readouts and correction."""
         check_key(key, "NonlinearFamily")
         base_key, key = jax.random.split(key)
-        drawn = _draw(key, self.base, self.depth, self.num_components)
-        fresh = (self.base.redraw(base_key), *drawn)
+        networks = _draw(key, self.base, self.depth, self.num_components)
+        fresh = (self.base.redraw(base_key), *networks)
         return eqx.tree_at(lambda f: (f.base, f.context, f.entry, f.correction), self, fresh)
 
     def init(self) -> RecurrentState:

@@ -74,8 +74,8 @@ class Coordinates(eqx.Module):
     def features(self, row: Row) -> Float[Array, "features"]:
         """Return the features of a row; a missing entry is a zero and an indicator."""
         y = (row.y - self.obs_location) / self.obs_scale
-        seen = jnp.ones_like(y) if row.seen is None else row.seen.astype(y.dtype)
-        parts = [seen * y, seen]
+        observed = jnp.ones_like(y) if row.seen is None else row.seen.astype(y.dtype)
+        parts = [observed * y, observed]
         if row.u is not None:
             parts.append(self.standard_input(row.u))
         return jnp.concatenate(parts)
@@ -229,12 +229,12 @@ def location_and_scale(columns: Float[np.ndarray, "rows columns"]) -> tuple[Arra
     """
     locations, scales = [], []
     for column in np.asarray(columns, float).T:
-        seen = column[~np.isnan(column)]
+        observed = column[~np.isnan(column)]
         # Dividing by the largest entry first keeps squares from overflowing.
-        largest = np.max(np.abs(seen), initial=0.0)
+        largest = np.max(np.abs(observed), initial=0.0)
         largest = largest if largest > 0 else 1.0
-        location = largest * np.mean(seen / largest) if seen.size else 0.0
-        spread = largest * np.std(seen / largest) if seen.size else 0.0
+        location = largest * np.mean(observed / largest) if observed.size else 0.0
+        spread = largest * np.std(observed / largest) if observed.size else 0.0
         locations.append(location)
         scales.append(largest if spread <= 1e-10 * largest else spread)
     return jnp.asarray(locations), jnp.asarray(scales)

@@ -198,8 +198,8 @@ def stages_of(
 ) -> list[Stage]:
     """Return the losses of a fit in their order, each with the step at which it ends."""
     rows = min(objective.window or num_times, num_times)
-    whole, prefixes = rows == num_times, []
-    last = PrefixLoss(loss, rows) if whole else WindowLoss(loss, num_times, rows)
+    uses_all_rows, prefixes = rows == num_times, []
+    last = PrefixLoss(loss, rows) if uses_all_rows else WindowLoss(loss, num_times, rows)
     if objective.growing:
         doublings = math.ceil(math.log2(max(1.0, rows / SHORTEST_PREFIX)))
         prefixes = [SHORTEST_PREFIX * 2**doubling for doubling in range(doublings)]

@@ -68,6 +68,18 @@ def em(
     posterior. The M-step solves the normal equations of every linear-Gaussian part. Other parts,
     and those wrapped in `Frozen`, do not change.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.Frozen(rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=20)
+        >>> result = rd.em(jax.random.key(1), model, ys, num_iterations=3)
+        >>> bool(result.history[-1] > result.history[0])
+        True
+
     Args:
         key: a typed key.
         model: the model to start from.
@@ -217,8 +229,8 @@ def _new_emission(
 def _refuse_partly_missing_rows(batch: Series) -> None:
     if batch.mask is None:
         return
-    whole = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
-    if not whole.all():
+    all_or_nothing = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
+    if not all_or_nothing.all():
         raise ValueError(
             "The M-step of an emission with partly missing rows has no closed form. Learn the"
             " model with fit or fit_evidence, or wrap the emission's arrays in Frozen."

@@ -76,6 +76,14 @@ def fit_evidence(
 
     Scales are kept positive. Wrap known parameters in `Frozen`.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> ys = jnp.array([[1.0], [2.0], [1.5], [3.0], [2.5]])
+        >>> model = rd.models.start_from(rd.models.local_level(), ys)
+        >>> result = rd.fit_evidence(jax.random.key(0), model, ys, num_steps=10, progress=False)
+        >>> sorted(rd.models.named_parameters(result.model)), result.history.shape
+        (['level_scale', 'obs_scale'], (10,))
+
     Args:
         key: a typed key.
         model: the model to start from.

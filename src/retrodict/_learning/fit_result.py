@@ -38,6 +38,22 @@ NUM_PARTICLES = 1000
 class FitResult(eqx.Module):
     """The result of `fit`.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.1 * jnp.ones(1))),
+        ... )
+        >>> keys = jax.random.split(jax.random.key(0), 8)
+        >>> ys = jax.vmap(lambda key: model.simulate(key, num_times=10)[1])(keys)
+        >>> family = rd.ConjugateFamily(jax.random.key(1), state_dim=1, obs_dim=1, width=4)
+        >>> result = rd.fit(jax.random.key(2), family, model, ys, num_steps=20, progress=False)
+        >>> result.status, result.history.shape
+        ('finished', (20,))
+        >>> result.family.infer(ys[0]).marginals().mean.shape
+        (10, 1)
+
     Attributes:
         family: the family with the best parameters. If the ELBO is sampled, these are the last
             parameters whose evaluation is within the noise of the best one.

@@ -53,6 +53,20 @@ NUM_SAMPLED_ROWS = 2**20
 class AbstractSeriesStore(ABC):
     """Series in blocks that are read one at a time, an argument of `fit`.
 
+    Example:
+        Series that are drawn when they are needed, an argument of `fit`:
+
+        >>> import numpy as np, retrodict as rd
+        >>> class Drawn(rd.data.AbstractSeriesStore):
+        ...     num_times, num_rows, block_sizes = 20, 20 * 300, [100, 100, 100]
+        ...     def load(self, block):
+        ...         ys = np.random.default_rng(block).normal(size=(100, 20, 1))
+        ...         return {"ys": ys, "mask": None, "inputs": None, "length": None}
+        ...     def digest(self):
+        ...         return "standard normal, version 1"
+        >>> Drawn().num_series, Drawn().load(2)["ys"].shape
+        (300, (100, 20, 1))
+
     Attributes:
         num_times: the number of rows to which every series is padded.
         num_rows: the number of existing rows of all series.

@@ -21,7 +21,11 @@ class DistributionKernel(AbstractKernel):
 
     Example:
         Counts with a log-linear rate:
-        `DistributionKernel(lambda x: numpyro.distributions.Poisson(jnp.exp(x)))`.
+
+        >>> import jax.numpy as jnp, numpyro.distributions as dist, retrodict as rd
+        >>> emission = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x)))
+        >>> round(float(emission.log_prob(jnp.zeros(1), jnp.array([2.0]))), 3)
+        -1.693
 
     Args:
         fn: a function of the state that returns a distribution over the observation.

@@ -24,6 +24,11 @@ class Diagonal(eqx.Module):
 
     It is accepted wherever a `scale_tril` is.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> rd.Gaussian(jnp.zeros(2), rd.Diagonal([1.0, 2.0])).covariance.tolist()
+        [[1.0, 0.0], [0.0, 4.0]]
+
     Args:
         std: standard deviations, of shape `(d,)`, at least zero; an array or a parameter such as
             `Positive`.

@@ -24,7 +24,22 @@ from retrodict._numerics import linalg
 
 
 class AbstractLinearGaussianKernel(AbstractGaussianKernel):
-    """A kernel that is linear Gaussian in the state once the input is known."""
+    """A kernel that is linear Gaussian in the state once the input is known.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> class Decay(rd.AbstractLinearGaussianKernel):
+        ...     # Exponential decay over the time step, which is the input.
+        ...     rate: float
+        ...     takes_input = True
+        ...     def at(self, u):
+        ...         weight = jnp.exp(-self.rate * u[None])
+        ...         return rd.LinearGaussianKernel(weight, jnp.zeros(1), jnp.eye(1))
+        ...     def law(self, x, u=None):
+        ...         return self.at(u).law(x)
+        >>> print(np.array(Decay(0.5).law(jnp.array([1.0]), jnp.array([2.0])).mean).round(3))
+        [0.368]
+    """
 
     @abstractmethod
     def at(self, u: Input | None) -> "LinearGaussianKernel":

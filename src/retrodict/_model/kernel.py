@@ -31,7 +31,22 @@ def require_input(u: Input | None) -> Input:
 
 
 class AbstractKernel(eqx.Module):
-    """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel."""
+    """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel.
+
+    Example:
+        >>> import jax.numpy as jnp, numpyro.distributions as dist, retrodict as rd
+        >>> class HeavyTailed(rd.AbstractKernel):
+        ...     # A random walk whose steps have Student's t law.
+        ...     takes_input = False
+        ...     def law(self, x, u=None):
+        ...         return dist.StudentT(3.0, x).to_event(1)
+        ...     def log_prob(self, x, value, u=None, mask=None):
+        ...         return self.law(x).log_prob(value)
+        ...     def sample(self, key, x, u=None):
+        ...         return self.law(x).sample(key)
+        >>> round(float(HeavyTailed().log_prob(jnp.zeros(1), jnp.ones(1))), 3)
+        -1.576
+    """
 
     @property
     @abstractmethod
@@ -54,7 +69,19 @@ class AbstractKernel(eqx.Module):
 
 
 class AbstractGaussianKernel(AbstractKernel):
-    """A kernel whose conditional law is `Gaussian`, masked entry by entry."""
+    """A kernel whose conditional law is `Gaussian`, masked entry by entry.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> class Growth(rd.AbstractGaussianKernel):
+        ...     # Logistic growth of a population, x ↦ N(x + rate x (1 − x), 0.1²).
+        ...     rate: float
+        ...     takes_input = False
+        ...     def law(self, x, u=None):
+        ...         return rd.Gaussian(x + self.rate * x * (1 - x), 0.1 * jnp.eye(1))
+        >>> print(np.array(Growth(0.5).law(jnp.array([0.2])).mean).round(3))
+        [0.28]
+    """
 
     @abstractmethod
     def law(self, x: State, u: Input | None = None) -> Any:

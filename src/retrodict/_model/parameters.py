@@ -20,7 +20,20 @@ T = TypeVar("T")
 
 
 class AbstractParameter(eqx.Module):
-    """A pytree node that `unwrap` replaces by its `value`."""
+    """A pytree node that `unwrap` replaces by its `value`.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> class Stable(rd.AbstractParameter):
+        ...     # A square matrix of norm below 1.
+        ...     raw: object
+        ...     @property
+        ...     def value(self):
+        ...         return self.raw / jnp.sqrt(1.0 + jnp.sum(self.raw**2))
+        >>> kernel = rd.LinearGaussianKernel(Stable(jnp.array([[3.0]])), jnp.zeros(1), jnp.eye(1))
+        >>> print(np.array(rd.unwrap(kernel).weight).round(3))
+        [[0.949]]
+    """
 
     @property
     @abstractmethod
@@ -175,6 +188,13 @@ def partial_autocorrelations(coefficients: Float[Array, "... p"]) -> Float[Array
 class PositiveTril(AbstractParameter):
     """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> law = rd.Gaussian(jnp.zeros(2), rd.PositiveTril([[2.0, 0.0], [0.5, 1.0]]))
+        >>> print(np.array(rd.unwrap(law).scale_tril).round(3))
+        [[2.  0. ]
+         [0.5 1. ]]
+
     Args:
         value: the initial factor, of shape `(d, d)`, zero above its diagonal.
     """
@@ -199,6 +219,13 @@ class PositiveTril(AbstractParameter):
 class Frozen(AbstractParameter):
     """A pytree that is not learned: gradients through it are zero.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> def loss(parameter):
+        ...     return jnp.sum(rd.unwrap(parameter) ** 2)
+        >>> jax.grad(loss)(rd.Frozen(jnp.array([3.0]))).tree.tolist()
+        [0.0]
+
     Args:
         tree: an array, or a pytree of arrays, such as a kernel.
     """
@@ -216,6 +243,12 @@ class Frozen(AbstractParameter):
 
 def unwrap(tree: T) -> T:
     """Replace every parameter in a pytree by its value.
+
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> model = rd.models.local_level(obs_scale=2.0)
+        >>> print(np.array(rd.unwrap(model).emission.scale_tril.std).round(3))
+        [2.]
 
     Args:
         tree: a model, a kernel, a family, or any pytree.

@@ -26,6 +26,15 @@ class Smoothed(eqx.Module):
     For a batch, all arrays have a leading axis `batch`. In rows that do not exist, moments are
     those of the last row that does.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> smoothed = rd.smooth(model, ys)
+        >>> smoothed.method, smoothed.trustworthy
+        ('exact', True)
+        >>> print(np.array(smoothed.mean[:, 0]).round(3), smoothed.quantile([0.05, 0.95]).shape)
+        [1. 2. 3.] (2, 3, 1)
+
     Attributes:
         mean: means of the states given the whole series.
         covariance: their covariances at each time.

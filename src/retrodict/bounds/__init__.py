@@ -42,3 +42,8 @@ __all__ = [
     "total_variation",
     "two_state_counterexample",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__.copy()

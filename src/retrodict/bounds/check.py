@@ -223,21 +223,25 @@ def check_posterior(
 
 
 def _as_reference(
-    key: PRNGKey, model: StateSpaceModel, chain: AbstractBackwardChain, series: Series, given: Any
+    key: PRNGKey,
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    series: Series,
+    reference_or_posterior: Any,
 ) -> Reference:
     """Return the given reference, converted and checked, or compute one."""
-    if given is None:
+    if reference_or_posterior is None:
         reference = find_reference(key, model, series)
-    elif isinstance(given, ParticlePosterior):
-        reference = from_particles(given)
-    elif isinstance(given, GridPosterior):
-        reference = from_grid(given)
-    elif isinstance(given, Reference):
-        reference = given
+    elif isinstance(reference_or_posterior, ParticlePosterior):
+        reference = from_particles(reference_or_posterior)
+    elif isinstance(reference_or_posterior, GridPosterior):
+        reference = from_grid(reference_or_posterior)
+    elif isinstance(reference_or_posterior, Reference):
+        reference = reference_or_posterior
     else:
         raise TypeError(
             "check_posterior expects the result of ffbsi or grid_smoother as its reference, got"
-            f" {type(given).__name__}."
+            f" {type(reference_or_posterior).__name__}."
         )
     if reference.states.shape[1:] != (chain.num_times, chain.state_dim):
         raise ValueError(

@@ -13,6 +13,14 @@ class AnyLipschitz(eqx.Module):
 
     A bound for the class holds for each member: Σ_k x_k, Σ_k |x_k|, and the worst one.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(rd.models.local_level(prior_scale=1.1), ys).chain
+        >>> bound = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz())
+        >>> bound.rigorous, bool(bound.value < 0.5)
+        (True, True)
+
     Args:
         constant: the Lipschitz constant of every f_k.
     """
@@ -25,6 +33,14 @@ class AnyLipschitz(eqx.Module):
 
 class AnyBounded(eqx.Module):
     """The functionals Σ_k f_k(x_k) with sup f_k − inf f_k at most one constant.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(rd.models.local_level(prior_scale=1.1), ys).chain
+        >>> bound = rd.error_bound(model, chain, ys, rd.bounds.AnyBounded(oscillation=1.0))
+        >>> bound.rigorous, bool(bound.value < 1.0)
+        (True, True)
 
     Args:
         oscillation: the bound of sup − inf.

@@ -31,6 +31,14 @@ from retrodict.bounds.grid_bounds import check_unpadded, law_on, likelihood_on, 
 class Mixing(NamedTuple):
     """The mixing constants of H2 on a compact domain, and the rates that follow from them.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> mixing = rd.bounds.h2_constants(model, chain, rd.Grid([0.0], [2.0], 50))
+        >>> bool(mixing.rho_bar < mixing.rho < 1)
+        True
+
     Attributes:
         sigma_minus: σ₋, the least density of the transition and of the backward kernels.
         sigma_plus: σ₊, the largest; for Gaussian kernels of one scale the largest anywhere.
@@ -64,6 +72,14 @@ def h1_constants(
     For a linear-Gaussian model both laws are Gaussian and c_k is at most (2 KL)^½, by Pinsker. For
     others the laws are summed over a `grid` in one dimension, up to its error, or c_k is estimated
     by paths of the chain, which is not a bound.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> other = rd.models.local_level(level_scale=2.0, prior_scale=1.0)
+        >>> chain = rd.kalman_smoother(other, ys).chain
+        >>> print(np.array(rd.bounds.h1_constants(model, chain, ys)).round(2))
+        [0.   0.79 1.08]
 
     Args:
         model: the model.
@@ -217,6 +233,14 @@ def h2_constants(
     The densities are those of the transition and of every backward kernel, with respect to Lebesgue
     measure on the box. Likelihoods may be scaled freely and do not count. On the whole space σ₋
     would be zero and the hypothesis would fail.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> mixing = rd.bounds.h2_constants(model, chain, rd.Grid([0.0], [2.0], 50))
+        >>> f"{float(mixing.sigma_minus):.3f}, {float(mixing.sigma_plus):.3f}"
+        '0.011, 0.691'
 
     Args:
         model: the model.

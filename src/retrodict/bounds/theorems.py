@@ -151,7 +151,7 @@ def wasserstein_by(terms: Callable[..., Array]) -> Callable[[Comparison], BoundV
 
 def _curvature(comparison: Comparison) -> tuple[curved.Curvature, Float[Array, "time"]]:
     """Compute K₀, and the terms of the largest variance of a functional under it."""
-    whole = comparison.sensitivity().whole()
+    sensitivity = comparison.sensitivity().whole()
     model, series = comparison.model, comparison.series
     reason, mask = curved.why_unknown(model), series.mask
     require(reason is None, f"the model is not known to be log-concave: {reason}")
@@ -170,7 +170,7 @@ def _curvature(comparison: Comparison) -> tuple[curved.Curvature, Float[Array, "
                 f" {int(time)} −∇² log g is below the declared matrix at a state that the chain"
                 " draws. Declare less, or nothing."
             )
-    return curvature, curvature.largest_variance(whole, comparison.window)
+    return curvature, curvature.largest_variance(sensitivity, comparison.window)
 
 
 def score(comparison: Comparison) -> BoundValue:

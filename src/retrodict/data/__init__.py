@@ -20,3 +20,24 @@ from retrodict.data._table import Rows as Rows
 from retrodict.data._table import Table as Table
 from retrodict.data._write import check_target as check_target
 from retrodict.data._write import write as write
+
+__all__ = [
+    "AbstractSeriesStore",
+    "DataError",
+    "SharedSeries",
+    "Table",
+    "like",
+    "open_series",
+    "read",
+    "read_shared",
+    "read_times",
+    "to_arviz",
+    "to_frame",
+    "to_xarray",
+    "write",
+]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__.copy()

@@ -29,6 +29,14 @@ def to_arviz(
     same name in the second and third. Sampled paths of a chain are independent, so that they can be
     split into several chains, which some diagnostics require.
 
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> table = rd.data.read({"year": [1871, 1872], "flow": [1.0, 2.0]})
+        >>> draws = np.zeros((8, 2, 1))  # paths of a chain, from `chain.sample(key, 8)`
+        >>> inference = rd.data.to_arviz(table, states=draws, state_names=["level"])
+        >>> inference["posterior"]["states"].shape
+        (4, 2, 2, 1)
+
     Args:
         table: the table of the series.
         states: draws of paths, of shape `(sample, time, state)` or `(batch, sample, time, state)`.

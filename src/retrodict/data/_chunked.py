@@ -181,10 +181,10 @@ class TextRows(AbstractParts):
 
     def _read(self, places: np.ndarray, layout: dict[str, Any], known: bool) -> Source:
         """Select some rows, after `cells`."""
-        wanted = np.zeros(self.count, bool)
-        wanted[places] = True
+        is_selected = np.zeros(self.count, bool)
+        is_selected[places] = True
         rows = islice(self._records(), 1, None)
-        records = [record for record, keep in zip(rows, wanted, strict=True) if keep]
+        records = [record for record, keep in zip(rows, is_selected, strict=True) if keep]
         return rows_source(self.columns, records, self.name, self._is_numbered)
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:

@@ -146,9 +146,12 @@ def open_netcdf(path: Path, name: str, *, in_memory: bool = False) -> Any:
     optional(engine)
 
     def read() -> Any:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
-            check_heaps(whole)
-            source = io.BytesIO(whole) if in_memory else path
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            check_heaps(content)
+            source = io.BytesIO(content) if in_memory else path
         # Numbers in units of time stay numbers.
         dataset = xarray.open_dataset(source, engine=engine, decode_timedelta=False)
         check_size(dataset.nbytes, path.stat().st_size, name)

@@ -170,7 +170,7 @@ def _without_empty_rows(frame: Any, keys: list[Any], along: Any, unlabelled: boo
     return frame[exists].reset_index(drop=True)
 
 
-def _without_coordinates(dataset: Any, wanted: set[str | None]) -> Any:
+def _without_coordinates(dataset: Any, names: set[str | None]) -> Any:
     """Drop coordinates that are not dimensions, since they would be read as data.
 
     Those in `wanted` stay, and one named like a time if no dimension is the time.
@@ -180,7 +180,7 @@ def _without_coordinates(dataset: Any, wanted: set[str | None]) -> Any:
         name
         for name in dataset.coords
         if name not in dataset.dims
-        and name not in wanted
+        and name not in names
         and (timed or str(name).lower() not in TIME_NAMES)
     ]
     return dataset.drop_vars(others).reset_coords()

@@ -69,8 +69,13 @@ def to_xarray(
     Raises:
         ValueError: if a shape does not fit the table.
     """
-    given = {"mean": mean, "covariance": covariance, "states": states, "observations": observations}
-    parts = _parts_of(result) | {key: value for key, value in given.items() if value is not None}
+    by_name = {
+        "mean": mean,
+        "covariance": covariance,
+        "states": states,
+        "observations": observations,
+    }
+    parts = _parts_of(result) | {key: value for key, value in by_name.items() if value is not None}
     if result is not None and not parts:
         raise TypeError(
             "to_xarray expects a result with mean and covariance, or with states and observations,"
@@ -359,6 +364,13 @@ def _of_draws(draws: np.ndarray, level: float) -> dict[str, np.ndarray]:
 
 def like(table: Table, result: Any = None, **options: Any) -> Any:
     """Return a result as the type of object that the table was read from.
+
+    Example:
+        >>> import numpy as np, pandas as pd, retrodict as rd
+        >>> table = rd.data.read(pd.DataFrame({"year": [1871, 1872], "flow": [1.0, 2.0]}))
+        >>> moments = {"mean": np.zeros((2, 1)), "covariance": np.ones((2, 1, 1))}
+        >>> type(rd.data.like(table, **moments, state_names=["level"])).__name__
+        'DataFrame'
 
     Args:
         table: the table of the series.

@@ -106,6 +106,15 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     times are irregular and are an input whose unit was not passed; if series of a NetCDF file are
     not identified by one dimension; or if a Parquet file has an index that is not a column.
 
+    Example:
+        >>> import tempfile, pandas as pd, retrodict as rd
+        >>> frame = pd.DataFrame({"year": [1871, 1872], "flow": [1.0, 2.0]})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     frame.to_csv(f"{folder}/nile.csv", index=False)
+        ...     table = rd.data.read_shared(f"{folder}/nile.csv")
+        >>> table.ys.shape  # a single process holds the whole table
+        (1, 2, 1)
+
     Args:
         source: the path of a `.csv`, `.tsv`, `.parquet` or `.nc` file that all processes can read.
         **layout: the other arguments of `read`, except `pad_to`.

@@ -141,11 +141,11 @@ def positions(times: np.ndarray, step: Step) -> np.ndarray | None:
             return None
         return places
     differences = np.diff(times) / step.amount
-    whole = np.round(differences)
+    rounded = np.round(differences)
     slack = TOLERANCE if times.dtype.kind == "f" else 0.0
-    if np.any(whole < 1) or np.any(np.abs(differences - whole) > slack):
+    if np.any(rounded < 1) or np.any(np.abs(differences - rounded) > slack):
         return None
-    return np.concatenate([[0], np.cumsum(whole)]).astype(np.int64)
+    return np.concatenate([[0], np.cumsum(rounded)]).astype(np.int64)
 
 
 def complete(times: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:

@@ -118,7 +118,13 @@ def open_series(
     least 50,000 rows, and training holds up to eight blocks: write row groups of about this size.
 
     Example:
-        `rd.fit(key, family, model, rd.data.open_series("big.parquet", series="id"))`.
+        >>> import tempfile, pandas as pd, retrodict as rd
+        >>> frame = pd.DataFrame({"id": [1, 1, 2], "t": [0, 1, 0], "y": [1.0, 2.0, 3.0]})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     frame.to_parquet(f"{folder}/many.parquet")
+        ...     store = rd.data.open_series(f"{folder}/many.parquet", series="id", progress=False)
+        ...     store.num_series, store.num_times  # pass `store` to `fit` in place of arrays
+        (2, 2)
 
     Args:
         source: the path of a `.parquet` or `.nc` file, or of several files of one data set.

@@ -76,6 +76,15 @@ class Table:
     `table.batch()` returns the arguments of a function of many series, `table.one(i)` those of a
     function of one. Units are those of the data.
 
+    Example:
+        >>> import retrodict as rd
+        >>> columns = {"id": ["a", "a", "b"], "t": [0, 1, 0], "y": [1.0, 2.0, 3.0]}
+        >>> table = rd.data.read(columns, series="id")
+        >>> table.ys.shape, table.length.tolist(), table.names
+        ((2, 2, 1), [2, 1], ('y',))
+        >>> sorted(table.batch()), table.one(0)["ys"].shape
+        (['inputs', 'length', 'mask', 'ys'], (2, 1))
+
     Attributes:
         ys: observations, of shape `(batch, time, obs)`, float64; NaN where missing.
         mask: true where an entry was observed; false in rows that do not exist.
@@ -290,29 +299,32 @@ class Table:
         Args:
             of: the summary of a larger table of which this is a part; by default of this one.
         """
-        whole = self.summary if of is None else of
-        lines = [f"source: {self.source}", f"rows: {whole.num_rows}, in {whole.num_series} series"]
+        summary = self.summary if of is None else of
+        lines = [
+            f"source: {self.source}",
+            f"rows: {summary.num_rows}, in {summary.num_series} series",
+        ]
         if self.series is not None:
-            lines.append(f"series: {listed(whole.series, count=whole.num_series)}")
-            if whole.num_series > 1:
-                lines.append(f"rows per series: {whole.shortest} to {whole.longest}")
+            lines.append(f"series: {listed(summary.series, count=summary.num_series)}")
+            if summary.num_series > 1:
+                lines.append(f"rows per series: {summary.shortest} to {summary.longest}")
         name = "the row number" if self.time_name is None else f"column {self.time_name!r}"
         dates = self.times[0].dtype.kind == "M"
-        begin, end = (written(as_time(time, dates)) for time in (whole.begin, whole.end))
+        begin, end = (written(as_time(time, dates)) for time in (summary.begin, summary.end))
         step = "irregular" if self.step is None else f"step {self.step}"
         lines.append(f"time: {name}, {begin} to {end}, {step}")
-        columns = zip(self.names, whole.seen, whole.lowest, whole.highest, strict=True)
+        columns = zip(self.names, summary.seen, summary.lowest, summary.highest, strict=True)
         for column, count, lowest, highest in columns:
-            missing = whole.num_rows - count
-            share = f"{missing} missing ({100 * missing / whole.num_rows:.1f} %)"
+            missing = summary.num_rows - count
+            share = f"{missing} missing ({100 * missing / summary.num_rows:.1f} %)"
             span = f"{lowest:g} to {highest:g}" if count else "no values"
             lines.append(f"column {column!r}: {span}, {share if missing else 'none missing'}")
         for index, column in enumerate(self.input_names):
             is_step = self.step_unit is not None and not index
             unit = f", in units of {self.step_unit}" if is_step else ""
             lines.append(f"input {column!r}{unit}")
-        rows = f"{whole.inserted} row{'s' if whole.inserted > 1 else ''} inserted in gaps"
-        return [*lines, *whole.notes, *([rows] if whole.inserted else [])]
+        rows = f"{summary.inserted} row{'s' if summary.inserted > 1 else ''} inserted in gaps"
+        return [*lines, *summary.notes, *([rows] if summary.inserted else [])]
 
     def leading_series(self) -> "Table":
         """Return the first series, up to 100,000 rows together, and at least one.

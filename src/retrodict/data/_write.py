@@ -50,6 +50,14 @@ def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False)
 
     The file appears complete or not at all: it is written under another name, and then renamed.
 
+    Example:
+        >>> import tempfile, numpy as np, retrodict as rd
+        >>> table = rd.data.read({"year": [1871, 1872], "flow": [1.0, 2.0]})
+        >>> frame = rd.data.to_frame(table, mean=np.zeros((2, 1)), state_names=["level"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rd.data.write(frame, f"{folder}/level.csv").name
+        'level.csv'
+
     Args:
         result: an xarray Dataset or a pandas DataFrame.
         path: where to write.

@@ -38,3 +38,8 @@ __all__ = [
     "sharded_vmap",
     "time_mesh",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__.copy()

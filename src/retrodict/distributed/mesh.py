@@ -104,8 +104,8 @@ def to_hosts(tree: PyTree) -> PyTree:
     arrays, rest = eqx.partition(tree, eqx.is_array)
     if is_multi_process(arrays):
         spread = [leaf for leaf in jax.tree.leaves(arrays) if is_multi_process(leaf)]
-        whole = NamedSharding(spread[0].sharding.mesh, P())
-        arrays = jax.jit(lambda tree: tree, out_shardings=whole)(arrays)
+        replicated = NamedSharding(spread[0].sharding.mesh, P())
+        arrays = jax.jit(lambda tree: tree, out_shardings=replicated)(arrays)
     return eqx.combine(jax.tree.map(np.asarray, arrays), rest)
 
 
@@ -211,9 +211,9 @@ def sharded_vmap(
         count = _size_of([arg for arg, axis in zip(args, axes, strict=True) if axis == 0])
         laid_over = as_mesh(mesh)
         if laid_over is not None:
-            whole, rows = P(), P(laid_over.axis_names)
+            replicated, rows = P(), P(laid_over.axis_names)
             args = tuple(
-                shard_over(arg, laid_over, whole)
+                shard_over(arg, laid_over, replicated)
                 if axis is None
                 else shard_over(pad_to_multiple(arg, laid_over.size), laid_over, rows)
                 for arg, axis in zip(args, axes, strict=True)
@@ -253,6 +253,12 @@ def process_slice(num_series: int, *, mesh: MeshLike = "all") -> slice:
 
     Each device holds equally many series, with padding at the end. A process holds those of its
     devices: all series if it is the only one, and none if the other devices suffice.
+
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> every = np.arange(10)
+        >>> every[rd.distributed.process_slice(10)].tolist()  # one process holds all series
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 
     Args:
         num_series: the number of series of all processes.

@@ -29,6 +29,18 @@ class ProcessLostError(RuntimeError):
     The job cannot recover: end the process, and start the program again with any number of
     processes. A process that exits normally waits for the lost one until its heartbeat is missed;
     `os._exit` does not wait.
+
+    Example:
+        >>> import os, tempfile, pandas as pd, retrodict as rd
+        >>> frame = pd.DataFrame({"year": [1871, 1872], "flow": [1.0, 2.0]})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     frame.to_csv(f"{folder}/nile.csv", index=False)
+        ...     try:
+        ...         table = rd.data.read_shared(f"{folder}/nile.csv")
+        ...     except rd.distributed.ProcessLostError:
+        ...         os._exit(1)  # the scheduler starts the job again
+        >>> table.ys.shape
+        (1, 2, 1)
     """
 
 
@@ -45,6 +57,13 @@ def initialise(
     Each process must call it before any computation. Afterwards `fit`, and every verb with
     `mesh="all"`, runs on the devices of all processes. Jobs of SLURM or Open MPI are detected;
     elsewhere all three arguments are required. A lost process ends the others.
+
+    Example:
+        >>> import os, retrodict as rd
+        >>> if "SLURM_JOB_ID" in os.environ:  # a job starts this program once per process
+        ...     rd.distributed.initialise()
+        >>> rd.distributed.process_slice(100)  # the series that this process reads
+        slice(0, 100, None)
 
     Args:
         coordinator: the address of process 0, `"host:port"`.

@@ -149,10 +149,10 @@ def _machine() -> dict[str, Any]:
 
 
 def _page(chapters: Sequence[Chapter], seconds: dict[str, float], quick: bool, seed: int) -> bytes:
-    whole = len(chapters) == len(EXPERIMENTS)
+    is_complete = len(chapters) == len(EXPERIMENTS)
     text = read_text(
         "report",
-        which="Every figure and table" if whole else "Figures and tables",
+        which="Every figure and table" if is_complete else "Figures and tables",
         command=f"retrodict reproduce{' --quick' if quick else ''} --seed {seed}",
         machine=_machine(),
         times=", ".join(f"{name} {_duration(value)}" for name, value in seconds.items()),

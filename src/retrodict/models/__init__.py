@@ -27,3 +27,32 @@ from retrodict.models._toml import read_toml as read_toml
 from retrodict.models._tracking import constant_velocity as constant_velocity
 from retrodict.models._tracking import range_bearing as range_bearing
 from retrodict.models._volatility import stochastic_volatility as stochastic_volatility
+
+__all__ = [
+    "ModelError",
+    "autoregressive",
+    "binomial_counts",
+    "constant_velocity",
+    "fix_parameters",
+    "from_options",
+    "load",
+    "local_level",
+    "local_trend",
+    "named_parameters",
+    "negative_binomial_counts",
+    "neural_decoder",
+    "parameter_domains",
+    "poisson_counts",
+    "range_bearing",
+    "read_toml",
+    "seasonal",
+    "start_from",
+    "state_names",
+    "stochastic_volatility",
+    "with_parameters",
+]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__.copy()

@@ -128,6 +128,12 @@ def poisson_counts(
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t ~ Poisson(e_t exp(x_t))
 
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.poisson_counts(mean=1.0)
+        >>> sorted(rd.models.named_parameters(model))
+        ['mean', 'persistence', 'scale']
+
     Args:
         walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t.
         exposure: whether exposures e_t > 0 are the last input; otherwise they are 1.
@@ -164,6 +170,12 @@ def negative_binomial_counts(
     """Build overdispersed counts: mean m_t = e_t exp(x_t), variance m_t + m_t² / k.
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t ~ NB(m_t, k)
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.negative_binomial_counts(concentration=5.0)
+        >>> sorted(rd.models.named_parameters(model))
+        ['concentration', 'mean', 'persistence', 'scale']
 
     Args:
         walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t.
@@ -203,6 +215,12 @@ def binomial_counts(
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t
         y_t ~ Binomial(n_t, 1 / (1 + exp(−x_t)))
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.binomial_counts(total_count=10, walk=True)
+        >>> sorted(rd.models.named_parameters(model))
+        ['level_scale']
 
     Args:
         total_count: n, the same at all times; 0 if n_t is the last input.

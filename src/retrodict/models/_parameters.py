@@ -157,6 +157,12 @@ def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateS
 def fix_parameters(model: StateSpaceModel, names: Iterable[str]) -> StateSpaceModel:
     """Return the model with some of its parameters wrapped in `Frozen`: they are not learned.
 
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.fix_parameters(rd.models.local_level(), ["obs_scale"])
+        >>> sorted(rd.models.named_parameters(model))
+        ['level_scale']
+
     Args:
         model: any model.
         names: names of `named_parameters`, of whole arrays.

@@ -122,12 +122,12 @@ class ReadyModel(NamedTuple):
     def inputs(self, options: Mapping[str, Any]) -> list[str]:
         """Return the inputs that the model reads with these options, in order and in words."""
         chosen = {name: option.default for name, option in self.options.items()} | dict(options)
-        wanted = {
+        is_input = {
             "the length of the step": chosen.get("irregular"),
             "the exposure": chosen.get("exposure"),
             "the number of trials": chosen.get("total_count") == 0,
         }
-        return [name for name, is_read in wanted.items() if is_read]
+        return [name for name, is_read in is_input.items() if is_read]
 
     def start(self, model: StateSpaceModel, ys: Any, **series: Any) -> StateSpaceModel:
         """Return the model with starting values from data, as `start_from` does."""
@@ -200,6 +200,14 @@ def start_from(
 
     Levels, scales and rates get the magnitude of the data. Fixed parameters stay. Any other model
     is returned unchanged.
+
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> ys = np.array([[1120.0], [1160.0], [963.0], [1210.0], [1160.0]])
+        >>> model = rd.models.start_from(rd.models.local_level(), ys)
+        >>> scale = rd.models.named_parameters(model)["level_scale"]
+        >>> bool(10 < scale[0] < 1000)  # the magnitude of the data
+        True
 
     Args:
         model: a model.

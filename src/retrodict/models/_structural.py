@@ -117,6 +117,14 @@ def local_trend(
         slope_t = slope_{t-1} + slope_scale ζ_t
         y_t = level_t + obs_scale ε_t
 
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.local_trend(slope_scale=0.05)
+        >>> rd.models.state_names(model)
+        ['level', 'slope']
+        >>> sorted(rd.models.named_parameters(model))
+        ['level_scale', 'obs_scale', 'slope_scale']
+
     Args:
         obs_dim: the number of columns, each with its own level and slope.
         irregular: whether times are irregular. The model is then in continuous time: the variances
@@ -159,6 +167,12 @@ def seasonal(
     seasons get a thousandth of the seasonal noise, so that the transition has a density. With
     `harmonics=h` the season is a sum of h cycles of two coordinates each, which is smaller for long
     periods, and exact.
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.seasonal(period=4, slope=True)
+        >>> rd.models.state_names(model)
+        ['level', 'slope', 'season', 'season_lag1', 'season_lag2']
 
     Args:
         period: the number of steps of a season.

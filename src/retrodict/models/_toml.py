@@ -214,6 +214,16 @@ class ModelSpec:
 def read_toml(path: str | Path) -> ModelSpec:
     """Read a model file; the page on model files describes the schema.
 
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with open(f"{folder}/nile.toml", "w") as file:
+        ...         print("retrodict = 1", file=file)
+        ...         print('model = { name = "local_level", fixed = ["obs_scale"] }', file=file)
+        ...     spec = rd.models.read_toml(f"{folder}/nile.toml")
+        >>> sorted(rd.models.named_parameters(spec.build()))
+        ['level_scale']
+
     Args:
         path: a TOML file.
 

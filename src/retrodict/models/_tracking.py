@@ -83,6 +83,14 @@ def constant_velocity(
 
         Q = velocity_scale² [[Δ³/3, Δ²/2], [Δ²/2, Δ]],    y_t = p_t + obs_scale ε_t
 
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.constant_velocity(dim=2, obs_scale=0.5)
+        >>> rd.models.state_names(model, ["x", "y"])
+        ['x_position', 'y_position', 'x_velocity', 'y_velocity']
+        >>> sorted(rd.models.named_parameters(model))
+        ['obs_scale', 'velocity_scale']
+
     Args:
         dim: the dimension of the space, which is the number of columns.
         irregular: whether times are irregular; Δ is then the first input, and otherwise 1.
@@ -206,6 +214,12 @@ def range_bearing(
     target that does not cross the half-line behind the sensor; particle smoothers do not.
     With `wrap=False` the emission is a `NonlinearGaussianKernel`, for bearings that were unwrapped
     or stay on one side.
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.range_bearing(sensor=(-1.0, 0.0), prior_mean=(1.0, 1.0, 0.0, 0.1))
+        >>> sorted(rd.models.named_parameters(model))
+        ['bearing_scale', 'range_scale', 'velocity_scale']
 
     Args:
         sensor: the position of the sensor, two numbers.

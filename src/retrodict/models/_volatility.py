@@ -102,6 +102,12 @@ def stochastic_volatility(
     The first log variance has the stationary law of the process, which follows its parameters
     during learning.
 
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.stochastic_volatility(persistence=0.9, leverage=True)
+        >>> sorted(rd.models.named_parameters(model))
+        ['leverage', 'mean', 'persistence', 'scale']
+
     Args:
         leverage: whether there is such a correlation.
         obs_dim: the number of columns, each with its own variance.

@@ -52,3 +52,8 @@ __all__ = [
     "recursive_gradient",
     "robbins_monro",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__.copy()

@@ -165,6 +165,26 @@ class AbstractRecursiveGradient(eqx.Module):
 
     The state holds arrays of a size that does not grow. Both are pure and run inside `lax.scan`;
     parameters may change from row to row, as they do during learning.
+
+    Example:
+        A method with clipped gradients:
+
+        >>> import equinox as eqx, jax, jax.numpy as jnp, retrodict as rd
+        >>> class Clipped(rd.online.AbstractRecursiveGradient):
+        ...     inner: rd.online.AbstractRecursiveGradient
+        ...     def check(self, parts):
+        ...         self.inner.check(parts)
+        ...     def init(self, parts):
+        ...         return self.inner.init(parts)
+        ...     def update(self, parts, state, row, key):
+        ...         state, read = self.inner.update(parts, state, row, key)
+        ...         clip = lambda tree: jax.tree.map(lambda leaf: jnp.clip(leaf, -1.0, 1.0), tree)
+        ...         return state, eqx.tree_at(lambda read: read.gradient, read, replace_fn=clip)
+        >>> gradient, key = Clipped(rd.online.KalmanScore()), jax.random.key(0)
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [9.0]])
+        >>> rows = rd.online.recursive_gradient(gradient, None, model, ys, key=key)
+        >>> rows.gradient[1].emission.fn.obs_scale.raw.shape
+        (3, 1)
     """
 
     @abstractmethod

@@ -45,6 +45,19 @@ class KalmanScore(AbstractRecursiveGradient):
     The derivatives of the filtering law in every parameter are updated with it, and each row adds
     the derivative of log p(y_k | y_{0:k-1}). No family is needed, and none is learned. A row
     costs one filtering step per learned number.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> ys, key = jnp.ones((5, 1)), jax.random.key(0)
+        >>> rows = rd.online.recursive_gradient(rd.online.KalmanScore(), None, model, ys, key=key)
+        >>> score = rows.gradient[1]  # after each row
+        >>> score.prior.mean.shape
+        (5, 1)
     """
 
     def check(self, parts: Parts) -> None:

@@ -29,7 +29,17 @@ SAMPLES_PER_FEATURE = 3
 
 
 class AbstractFeatures(eqx.Module):
-    """Functions of a state in standard coordinates, the first of them the constant one."""
+    """Functions of a state in standard coordinates, the first of them the constant one.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> class Cubic(rd.online.AbstractFeatures):
+        ...     def __call__(self, z):
+        ...         return jnp.concatenate([jnp.ones(1), z, z**2, z**3])
+        >>> Cubic()(jnp.array([2.0])).tolist()
+        [1.0, 2.0, 4.0, 8.0]
+        >>> gradient = rd.online.RecursivePathwise(num_samples=64, features=Cubic())
+    """
 
     @abstractmethod
     def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
@@ -38,6 +48,13 @@ class AbstractFeatures(eqx.Module):
 
 class QuadraticFeatures(AbstractFeatures):
     """Polynomials of degree two, which are exact for linear-Gaussian models and kernels.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> rd.online.QuadraticFeatures()(jnp.array([2.0, 3.0])).tolist()
+        [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
+        >>> independent = rd.online.QuadraticFeatures(products=False)
+        >>> gradient = rd.online.RecursivePathwise(num_samples=64, features=independent)
 
     Args:
         products: whether products of two coordinates are among them, (d + 1)(d + 2)/2 features in
@@ -58,6 +75,13 @@ def _or_quadratic(features: AbstractFeatures | None) -> AbstractFeatures:
 
 class RandomFeatures(AbstractFeatures):
     """Polynomials of degree two, and cosines of random frequencies.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> features = rd.online.RandomFeatures(jax.random.key(0), state_dim=2, num_features=10)
+        >>> features(jnp.array([2.0, 3.0])).shape
+        (16,)
+        >>> gradient = rd.online.RecursivePathwise(num_samples=64, features=features)
 
     Args:
         key: a typed key.
@@ -136,6 +160,16 @@ class RecursivePathwise(AbstractRecursiveGradient):
     squares at draws of q_k, as sums of features. Scores ∂ log q at fixed states have mean zero and
     are left out, so that the gradient in λ has no noise where the chain is exact. The gradient is
     unbiased if V_k and ∂V_k are sums of the features.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> gradient = rd.online.RecursivePathwise(num_samples=16)
+        >>> rows = rd.online.recursive_gradient(
+        ...     gradient, rd.KalmanFamily(model), model, ys, key=jax.random.key(0)
+        ... )
+        >>> rows.elbo_increment.shape
+        (3,)
 
     Args:
         num_samples: the number of draws per filtering law; several times the number of features.

@@ -225,7 +225,7 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
             return SampledRecursion(self.method, backward_law(family), followed)
         return ExactRecursion(followed)
 
-    def _rows(self, seen: Series, data: PyTree) -> Sums:
+    def _rows(self, series: Series, data: PyTree) -> Sums:
         """Return what the bound and each functional read."""
         named = {} if data is None else dict(data)
         if unknown := sorted(set(named) - set(self.followed.functionals)):
@@ -233,8 +233,8 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
             raise ValueError(
                 f"data must be keyed by the names of functionals ({known}), got {unknown}."
             )
-        rows = {name: named.get(name, seen) for name in self.followed.functionals}
-        return Sums(None if self.followed.model is None else seen, rows)
+        rows = {name: named.get(name, series) for name in self.followed.functionals}
+        return Sums(None if self.followed.model is None else series, rows)
 
     def _try(
         self, state: RunningState, series: Series, data: PyTree

@@ -66,6 +66,16 @@ class WeightedSamples(eqx.Module):
     out of the estimate and, not depending on ξ_{k-1}^j, its expectation right. It pays only if
     the weights are nearly equal: in many dimensions its variance is far larger.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.models.local_level(prior_scale=1.0)
+        >>> method = rd.online.WeightedSamples(num_samples=16, num_replicates=2)
+        >>> running = rd.online.RunningPosterior(rd.KalmanFamily(model), model, method=method)
+        >>> ys = jnp.array([[1.0], [2.0], [4.0]])
+        >>> state, rows = running.scan(running.init(jax.random.key(0)), ys)
+        >>> rows.elbo.shape
+        (3,)
+
     Args:
         num_samples: N, the number of draws per filtering law.
         num_draws: the number of indices per draw, at least two; `None` for all of them.

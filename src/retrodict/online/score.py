@@ -60,6 +60,16 @@ class RecursiveScore(AbstractRecursiveGradient):
     constant, and the gradient in λ has no noise. Derivatives through the family's state use its
     sensitivity. A row costs num_samples² evaluations of the transition.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> gradient = rd.online.RecursiveScore(num_samples=16)
+        >>> rows = rd.online.recursive_gradient(
+        ...     gradient, rd.KalmanFamily(model), model, ys, key=jax.random.key(0)
+        ... )
+        >>> rows.elbo_increment.shape
+        (3,)
+
     Args:
         num_samples: the number of draws per filtering law.
         normalised: whether weights are normalised to sum to one, which lowers the variance and

@@ -40,6 +40,18 @@ class AbstractStream(eqx.Module, Generic[S, T]):
       chunks are padded to one size.
     - A state that was stored by `save` and restored by `load` continues the stream.
     - A row that would make a result non-finite is read as missing and reported as `skipped`.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> def last_output(stream: rd.online.AbstractStream, ys):
+        ...     state = stream.init()
+        ...     for y in ys:
+        ...         state, output = stream.update(state, y)
+        ...     return output
+        >>> stream = rd.online.FixedLag(rd.KalmanFamily(rd.models.local_level()), lag=1)
+        >>> output = last_output(stream, jnp.array([[1.0], [2.0], [4.0]]))
+        >>> int(output.row), output.smoothed.mean.shape
+        (1, (1,))
     """
 
     _takes_data: ClassVar[bool] = False

@@ -49,6 +49,15 @@ class TruncatedBackprop(AbstractRecursiveGradient):
     the gradient divided by the number of rows of the window. `elbo_increment` is computed over the
     last two states alone, which is exact where the chain is.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> family, gradient = rd.KalmanFamily(model), rd.online.TruncatedBackprop(window=2)
+        >>> learner = rd.online.OnlineLearner(family, model, gradient, optax.adam(0.01))
+        >>> state, rows = learner.scan(learner.init(jax.random.key(0)), ys)
+        >>> rows.elbo_increment.shape
+        (3,)
+
     Args:
         window: the number of rows to backpropagate through.
         estimator: the estimator of the ELBO; by default that of `fit`.
@@ -185,8 +194,8 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         prior = _either(from_start, model.prior, past)
         local = StateSpaceModel(prior, model.transition, model.emission)
         observed: Any = rows.seen
-        seen = observed & exists[:, None]
-        series = Series(rows.y, seen.at[0].set(seen[0] & from_start), rows.u, length)
+        observed = observed & exists[:, None]
+        series = Series(rows.y, observed.at[0].set(observed[0] & from_start), rows.u, length)
         chain = family.assemble(read, exists, length)
         return elbo_of_series(local, chain, series, estimator, key).value, read
 

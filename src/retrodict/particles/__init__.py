@@ -57,3 +57,8 @@ __all__ = [
     "paris",
     "particle_filter",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__.copy()

@@ -29,7 +29,21 @@ REST = 64
 
 
 class AbstractBackwardSampler(eqx.Module):
-    """A sampler of the backward kernel."""
+    """A sampler of the backward kernel.
+
+    Example:
+        Exact draws, with a matrix of all weights in memory:
+
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> class Dense(rd.particles.AbstractBackwardSampler):
+        ...     def draw(self, key, pairs, log_weights, xs, ancestors):
+        ...         log2_weights = pairs.log2_weights(log_weights / jnp.log(2.0), pairs.prepare(xs))
+        ...         indices = jax.random.categorical(key, jnp.log(2.0) * log2_weights, axis=0)
+        ...         return indices.astype(ancestors.dtype)
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> rd.ffbsi(jax.random.key(0), model, ys, 100, 50, backward=Dense()).samples.shape
+        (50, 3, 1)
+    """
 
     @abstractmethod
     def draw(
@@ -56,6 +70,13 @@ class ExactBackward(AbstractBackwardSampler):
     """An exact sampler that weighs every particle for every path.
 
     It evaluates N·M densities per step, and holds N·M/16 values in memory.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> backward = rd.particles.ExactBackward()
+        >>> rd.ffbsi(jax.random.key(0), model, ys, 100, 50, backward=backward).samples.shape
+        (50, 3, 1)
     """
 
     def draw(
@@ -92,6 +113,13 @@ class MCMCBackward(AbstractBackwardSampler):
     transition densities. The start is a draw from the law that the moves leave invariant, given the
     filter's past, so that the samples are consistent after any number of moves. With more moves,
     paths share fewer particles.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> backward = rd.particles.MCMCBackward(num_moves=3)
+        >>> rd.ffbsi(jax.random.key(0), model, ys, 100, 50, backward=backward).samples.shape
+        (50, 3, 1)
 
     Args:
         num_moves: the number of moves.
@@ -130,6 +158,13 @@ class RejectionBackward(AbstractBackwardSampler):
 
     The draws have the exact law, as those of `ExactBackward`. Where the transition density is a
     large share of its bound, the cost is linear in the number of paths.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> backward = rd.particles.RejectionBackward(max_trials=4)
+        >>> rd.ffbsi(jax.random.key(0), model, ys, 100, 50, backward=backward).samples.shape
+        (50, 3, 1)
 
     Args:
         max_trials: the number of trials before the remaining paths are drawn exactly.
@@ -197,7 +232,15 @@ class RejectionBackward(AbstractBackwardSampler):
 
 
 class Genealogy(AbstractBackwardSampler):
-    """A sampler that returns the ancestors: paths of the filter, which coalesce in the past."""
+    """A sampler that returns the ancestors: paths of the filter, which coalesce in the past.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> backward = rd.particles.Genealogy()
+        >>> rd.ffbsi(jax.random.key(0), model, ys, 100, 50, backward=backward).samples.shape
+        (50, 3, 1)
+    """
 
     def draw(
         self,
@@ -241,9 +284,13 @@ def _by_distance(
     in_groups = jnp.pad(log_weights, (0, missing), constant_values=-jnp.inf)
     in_groups = in_groups.reshape(num_groups, FAN)
     sums = jnp.zeros((num_groups, prepared.shape[0]), prepared.dtype)
-    whole = squared_distance(grouped, prepared) if by_products(grouped) else None
+    all_distances = squared_distance(grouped, prepared) if by_products(grouped) else None
     for j in range(FAN):
-        distance = squared_distance(grouped[:, j], prepared) if whole is None else whole[:, j]
+        distance = (
+            squared_distance(grouped[:, j], prepared)
+            if all_distances is None
+            else all_distances[:, j]
+        )
         sums = sums + power_of_two(in_groups[:, j, None] - distance - shift[None])
     group, rest = _descend(sums, shares)
     members = jnp.moveaxis(grouped[group], 0, 1)

@@ -247,6 +247,18 @@ _EXACT = ExactBackward()
 class ParticlePosterior(AbstractPathPosterior):
     """Paths drawn from a particle approximation of the law of the states given the whole series.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.1 * jnp.ones(1))),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
+        >>> posterior = rd.ffbsi(jax.random.key(1), model, ys, num_particles=100, num_samples=50)
+        >>> posterior.mean.shape, posterior.ess.shape
+        ((5, 1), (5,))
+
     Attributes:
         samples: paths, of shape `(sample, time, state)`; all have the same weight.
         indices: the particle through which each path goes, of shape `(time, sample)`.

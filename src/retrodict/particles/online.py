@@ -344,6 +344,13 @@ def paris(
 ) -> AdditivePosterior:
     """Smooth an additive functional by PaRIS, in memory that does not grow with the series.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> result = rd.paris(jax.random.key(0), model, ys, rd.StateSum(), num_particles=100)
+        >>> bool(jnp.abs(result.value[0] - 6.0) < 1.5)  # the exact value is 6
+        True
+
     Args:
         key: a typed key; run several under `jax.vmap` for a standard error.
         model: the model; its transition must have a density.
@@ -389,6 +396,14 @@ def forward_smoother(
     """Smooth an additive functional by the forward-only smoother, at a cost of N² per step.
 
     It is what `paris` tends to with many draws: no backward draw is left to chance.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> key, functional = jax.random.key(0), rd.StateSum()
+        >>> result = rd.particles.forward_smoother(key, model, ys, functional, num_particles=100)
+        >>> bool(jnp.abs(result.value[0] - 6.0) < 1.5)  # the exact value is 6
+        True
 
     Args:
         key: a typed key; run several under `jax.vmap` for a standard error.

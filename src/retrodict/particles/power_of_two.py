@@ -41,12 +41,12 @@ def power_of_two(t: Float[Array, "..."]) -> Float[Array, "..."]:
     t = t.astype(jnp.float64 if integers == jnp.int64 else jnp.float32)
     shift = 1.5 * 2.0**bits
     held = jnp.maximum(t, lowest)
-    whole = lax.round(held, lax.RoundingMethod.TO_NEAREST_EVEN)
-    fraction = held - whole
+    integer_part = lax.round(held, lax.RoundingMethod.TO_NEAREST_EVEN)
+    fraction = held - integer_part
     value = jnp.full_like(fraction, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * fraction + coefficient
-    exponent = lax.bitcast_convert_type(whole + shift, integers) << bits
+    exponent = lax.bitcast_convert_type(integer_part + shift, integers) << bits
     power = lax.bitcast_convert_type(
         lax.bitcast_convert_type(value, integers) + exponent, value.dtype
     )

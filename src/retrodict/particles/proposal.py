@@ -30,6 +30,22 @@ Lookahead = Callable[[Any, Any], Any]
 class AbstractProposal(eqx.Module):
     """The laws from which a guided particle filter draws.
 
+    Example:
+        Draws that do not look at the observations, wider than the model:
+
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> class Wide(rd.particles.AbstractProposal):
+        ...     scale_tril: jax.Array
+        ...     steps: None = None
+        ...     def initial(self, data):
+        ...         return rd.Gaussian(jnp.zeros(1), self.scale_tril)
+        ...     def move(self, before, data, step):
+        ...         return rd.Gaussian(before, self.scale_tril)
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> proposal = Wide(2.0 * jnp.eye(1))
+        >>> rd.particle_filter(jax.random.key(0), model, ys, 100, proposal=proposal).mean.shape
+        (3, 1)
+
     Attributes:
         steps: a pytree of arrays with one row per time step, of which `move` receives the row of
             the time that it moves to; or `None`.
@@ -58,8 +74,16 @@ class Guided(AbstractProposal):
     """A proposal given by two functions.
 
     Example:
-        A proposal that depends on the last state only, wider than the transition:
-        `Guided(lambda data: prior, lambda before, data: rd.Gaussian(before, 2 * scale))`.
+        Draws between the previous state and the observation:
+
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> proposal = rd.particles.Guided(
+        ...     lambda data: rd.Gaussian(0.5 * data.ys, jnp.eye(1)),
+        ...     lambda before, data: rd.Gaussian(0.5 * (before + data.ys), jnp.eye(1)),
+        ... )
+        >>> rd.particle_filter(jax.random.key(0), model, ys, 100, proposal=proposal).mean.shape
+        (3, 1)
 
     Args:
         initial: called as `initial(data)` with the row `Series(ys, mask, inputs)` of time 0;
@@ -97,6 +121,14 @@ class ChainProposal(AbstractProposal):
     """The forward kernels of a linear-Gaussian chain, such as that of a linearised smoother.
 
     The chain has x_{k-1} = G x_k + c + s ε. Given x_{k-1}, its x_k is Gaussian again.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> proposal = rd.particles.ChainProposal(chain, inflation=1.5)
+        >>> rd.particle_filter(jax.random.key(0), model, ys, 100, proposal=proposal).mean.shape
+        (3, 1)
 
     Args:
         chain: a chain of the filtered series, with densities at all times.
@@ -147,7 +179,11 @@ def mean_lookahead(model: StateSpaceModel) -> Lookahead:
     """Return a lookahead: the log emission density of y_k at the mean of x_k given x_{k-1}.
 
     Example:
-        `rd.particle_filter(key, model, ys, lookahead=rd.particles.mean_lookahead(model))`.
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> lookahead = rd.particles.mean_lookahead(model)
+        >>> rd.particle_filter(jax.random.key(0), model, ys, 100, lookahead=lookahead).mean.shape
+        (3, 1)
 
     Args:
         model: a model whose transition is Gaussian.

@@ -177,10 +177,10 @@ def _next_temperature(phi: Scalar, log_g: Weights) -> Scalar:
         enough = share(middle) >= least
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    whole = 1.0 - phi
-    smallest = jnp.minimum(jnp.asarray(SMALLEST_STEP, phi.dtype), whole)
-    low, _ = lax.fori_loop(0, NUM_HALVINGS, halve, (smallest, whole))
-    return jnp.where(share(whole) >= least, 1.0, jnp.minimum(phi + low, 1.0))
+    remaining = 1.0 - phi
+    smallest = jnp.minimum(jnp.asarray(SMALLEST_STEP, phi.dtype), remaining)
+    low, _ = lax.fori_loop(0, NUM_HALVINGS, halve, (smallest, remaining))
+    return jnp.where(share(remaining) >= least, 1.0, jnp.minimum(phi + low, 1.0))
 
 
 def _moved(

@@ -2,6 +2,23 @@
 
 from typing import TYPE_CHECKING
 
+__all__ = [
+    "Learning",
+    "Run",
+    "RunError",
+    "check",
+    "draw",
+    "fit",
+    "forecast",
+    "impute",
+    "open_run",
+    "read_record",
+    "smooth",
+    "state_names",
+    "stream",
+    "write_report",
+]
+
 if TYPE_CHECKING:
     from retrodict.runs._apply import forecast as forecast
     from retrodict.runs._apply import impute as impute

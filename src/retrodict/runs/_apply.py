@@ -20,6 +20,17 @@ def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0
 
     Exact for linear-Gaussian models; otherwise by the family of the run, without further training.
 
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        >>> smoothed = rd.runs.smooth(run, table)
+        >>> smoothed.mean.shape, smoothed.method
+        ((1, 10, 1), 'exact')
+        >>> frame = rd.data.to_frame(table, smoothed, state_names=rd.runs.state_names(run))
+
     Args:
         run: the run.
         table: the data, read with `run.layout`.
@@ -63,6 +74,16 @@ def forecast(
     smoothed: rd.Smoothed | None = None,
 ) -> rd.Forecast:
     """Forecast the rows after a table.
+
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        >>> ahead = rd.runs.forecast(run, table, 2)
+        >>> ahead.mean.shape, [int(year) for year in table.future_times(2)[0]]
+        ((1, 2, 1), [1881, 1882])
 
     Args:
         run: the run.
@@ -108,14 +129,14 @@ def read_inputs(
         Inputs of shape `(batch, num_times, input)`.
     """
     layout = run.layout
-    wanted = layout["inputs"]
-    if not wanted:
+    columns = layout["inputs"]
+    if not columns:
         raise RunError("The model of this run takes no inputs; leave them out.")
     future = data.read(
         source,
         time=layout["time"],
         series=layout["series"],
-        columns=wanted,
+        columns=columns,
         freq=layout["freq"],
         time_format=layout["time_format"],
     )
@@ -125,9 +146,9 @@ def read_inputs(
         begins = np.array([int(np.sum(times <= past[-1])) for times, past in pairs])
     fewest = int(np.min(future.length - begins))
     if future.series != table.series or fewest < (num_times or 1):
-        wanted = "at least one row" if num_times is None else f"{num_times} rows"
+        expected = "at least one row" if num_times is None else f"{num_times} rows"
         raise RunError(
-            f"{future.source} must have {wanted} of inputs for each series of the data, after its"
+            f"{future.source} must have {expected} of inputs for each series of the data, after its"
             " last row."
         )
     num_times = fewest if num_times is None else num_times
@@ -194,6 +215,16 @@ def impute(
     seed: int = 0,
 ) -> np.ndarray:
     """Draw series with missing entries filled in, of shape `(batch, sample, time, obs)`.
+
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        >>> completed = rd.runs.impute(run, table, num_samples=100)
+        >>> completed.shape, completed[0, 0, 2].tolist()
+        ((1, 100, 10, 1), [963.0])
 
     Args:
         run: the run.

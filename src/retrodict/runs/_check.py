@@ -134,6 +134,18 @@ def check(
     weights and a particle smoother, and the model with one-step-ahead residuals and hidden points.
     Only the longest of many series, and only the last rows of long ones, are checked.
 
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     checked = rd.runs.check(run, table)
+        >>> checked.verdict
+        'No check failed.'
+        >>> [finding.name for finding in checked.findings][:2]
+        ['parameters at a maximum of the likelihood', 'posterior']
+
     Args:
         run: the run.
         table: the data, read with `run.layout`; where several processes share them, the first
@@ -142,7 +154,7 @@ def check(
         num_particles: the number of particles and paths per series.
         progress: progress callback, for `NUM_CHECKS` stages.
     """
-    progress, whole = progress or Quiet(), table.summary
+    progress, summary = progress or Quiet(), table.summary
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
     order = np.argsort(-table.length, kind="stable")[:MAX_SERIES]
@@ -161,7 +173,7 @@ def check(
         progress.begin(name)
         findings += compute()
         progress.end(name, kept=False)
-    scope = Scope(part.num_series, whole.num_series, int(part.length.sum()), whole.num_rows)
+    scope = Scope(part.num_series, summary.num_series, int(part.length.sum()), summary.num_rows)
     return Check(tuple(findings), _in_words(findings), scope)
 
 

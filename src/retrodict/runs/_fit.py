@@ -166,6 +166,15 @@ def fit(
     with the same shared folder: the series are distributed over their devices, and one process
     writes. Starting values are computed from the first series of a table, up to 100,000 rows.
 
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        >>> sorted(rd.models.named_parameters(run.model))
+        ['level_scale', 'obs_scale']
+
     Args:
         table: the data, from `retrodict.data.read`, or from `retrodict.data.read_shared` where each
             process reads its share.

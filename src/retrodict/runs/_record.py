@@ -25,13 +25,33 @@ REPORT = "report.html"
 
 
 class RunError(UserError):
-    """An error of a run folder or its options, with a message of one line."""
+    """An error of a run folder or its options, with a message of one line.
+
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     try:
+        ...         rd.runs.open_run(folder)
+        ...     except rd.runs.RunError as error:
+        ...         print("cannot be opened")
+        cannot be opened
+    """
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
     """Read the record of a run: model, data, options and results.
 
     The files of the run are compared with their hashes.
+
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     record = rd.runs.read_record(f"{folder}/run")
+        >>> sorted(record)
+        ['data', 'files', 'layout', 'model', 'options', 'results', 'retrodict_run', 'version']
 
     Args:
         path: the folder.
@@ -66,10 +86,10 @@ def read_record(path: str | Path) -> dict[str, Any]:
         )
     checksum = record.pop("checksum", None)
     try:
-        whole = checksum == checksum_of(record)
+        is_intact = checksum == checksum_of(record)
     except (ValueError, RecursionError):
-        whole = False
-    if not whole:
+        is_intact = False
+    if not is_intact:
         raise RunError(f"{file} was changed after `fit` wrote it. Fit again to another folder.")
     results = record.get("results")
     if isinstance(results, dict) and "nats_a_row" in results:

@@ -61,6 +61,16 @@ def write_report(
 ) -> Path:
     """Write the report of a run: data and bands, parameters, training, diagnostics.
 
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     path = rd.runs.write_report(run, table, steps=2)
+        >>> path.name
+        'report.html'
+
     Args:
         run: the run.
         table: the data, read with `run.layout`; where several processes share them, the first
@@ -76,11 +86,11 @@ def write_report(
         The path of the report, in the folder of the run.
     """
     progress = progress or Quiet()
-    described, whole = table.described(), table
+    described, full_table = table.described(), table
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
     if checked is None:
-        checked = check(run, whole, seed=seed, progress=progress)
+        checked = check(run, full_table, seed=seed, progress=progress)
     scope = [checked.scope.words] if checked.scope and checked.scope.is_partial else []
     progress.begin(PAGE_STAGE)
     results = run.record["results"]
@@ -128,6 +138,17 @@ def draw(
     all_states: bool = False,
 ) -> None:
     """Draw a series, its smoothed states and a forecast to a picture.
+
+    Example:
+        >>> import pathlib, tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     picture = pathlib.Path(folder, "nile.png")
+        ...     rd.runs.draw(run, table, picture, steps=2)
+        ...     picture.exists()
+        True
 
     Args:
         run: the run.

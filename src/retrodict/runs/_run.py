@@ -37,6 +37,16 @@ AnyTable: TypeAlias = data.Table | data.SharedTable
 class Run:
     """A fitted model, the family that smooths for it, and the record of the fit.
 
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        >>> run.spec.reference, run.is_exact, run.layout["columns"]
+        ('local_level', True, ['flow'])
+        >>> later = rd.data.read({"year": [1881, 1882], "flow": [1100.0, 1150.0]}, **run.layout)
+
     Attributes:
         path: its folder.
         spec: the specification of the model.
@@ -115,14 +125,14 @@ def write(
         times = rows.times.astype(np.int64) if dates else rows.times
         rd.save(path / ROWS, (times, dates, rows.ys, rows.inputs))
         named.append(ROWS)
-    whole = {
+    entries = {
         "retrodict_run": FORMAT,
         "version": version_of(),
         "model": spec.to_dict(),
         **record,
         "files": {name: digest_of((path / name).read_bytes()) for name in named},
     }
-    plain = json.loads(as_json(whole))
+    plain = json.loads(as_json(entries))
     write_atomically(path / RECORD, as_json({**plain, "checksum": checksum_of(plain)}))
     return Run(path, spec, model, family, plain)
 
@@ -132,6 +142,16 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
 
     The folder is data: no code in it is executed, and no module that it names is imported. A run of
     your own model refers to Python code, `module:name`, which you must name again.
+
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     run = rd.runs.open_run(f"{folder}/run")
+        >>> run.spec.reference
+        'local_level'
 
     Args:
         path: the folder.
@@ -216,6 +236,15 @@ def _named(
 
 def state_names(run: Run) -> list[str]:
     """Return a name for each coordinate of the state; see `retrodict.models.state_names`.
+
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        >>> rd.runs.state_names(run)
+        ['level']
 
     Args:
         run: the run.

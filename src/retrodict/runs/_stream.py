@@ -72,6 +72,21 @@ def stream(
     learned parameters and the state of the optimiser are in the same file: an interrupted stream
     that resumes gives the same results to the last bit.
 
+    Example:
+        >>> import io, tempfile, pandas as pd, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> later = pd.DataFrame({"year": [1881, 1882], "flow": [1100, 1150]})
+        >>> answers = io.BytesIO()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     later.to_csv(f"{folder}/new.csv", index=False)
+        ...     with open(f"{folder}/new.csv", "rb") as source:
+        ...         rd.runs.stream(run, source, answers, lag=1)
+        2
+        >>> answers.getvalue().decode().splitlines()[0]
+        'time,level_mean,level_std,smoothed_time,level_smoothed_mean,level_smoothed_std'
+
     Args:
         run: the run.
         source: the rows, with a header, in order of time: a file that was opened for bytes.

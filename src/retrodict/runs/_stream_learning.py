@@ -88,6 +88,19 @@ class Learned(NamedTuple):
 class Learning:
     """Options of learning from a stream.
 
+    Example:
+        >>> import io, tempfile, pandas as pd, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> later = pd.DataFrame({"year": [1881, 1882], "flow": [1100, 1150]})
+        >>> learning = rd.runs.Learning("model", schedule="robbins-monro")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     later.to_csv(f"{folder}/new.csv", index=False)
+        ...     with open(f"{folder}/new.csv", "rb") as source:
+        ...         rd.runs.stream(run, source, io.BytesIO(), learning=learning)
+        2
+
     Attributes:
         what: `"family"`, `"model"` or `"both"`. A run with exact smoothing has no family, and
             `"both"` is its model.

@@ -45,6 +45,16 @@ class Held(eqx.Module):
 class GridPosterior(eqx.Module):
     """The law of the states given the whole series, on the points of a grid.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> posterior = rd.grid_smoother(model, ys, rd.Grid([-8.0], [12.0], 100))
+        >>> print(np.array(posterior.mean[:, 0]).round(3), posterior.density.shape)
+        [1. 2. 3.] (3, 100)
+        >>> above_zero = posterior.expectation(lambda x: x[0] > 0)
+        >>> above_zero.shape
+        (3,)
+
     Attributes:
         grid: the grid.
         weights: smoothing probabilities p(x_k = point | y), each row summing to 1.

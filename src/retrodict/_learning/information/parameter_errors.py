@@ -79,19 +79,13 @@ def parameter_errors(
     distinguishes such an edge from noise.
 
     Example:
-        >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> model = rd.StateSpaceModel(
-        ...     prior=rd.Frozen(rd.Gaussian(jnp.zeros(1), jnp.eye(1))),
-        ...     transition=rd.Frozen(rd.LinearGaussianKernel(
-        ...         0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))),
-        ...     emission=rd.LinearGaussianKernel(
-        ...         rd.Frozen(jnp.eye(1)), jnp.zeros(1), rd.Diagonal(rd.Positive(jnp.ones(1)))),
-        ... )
+        >>> import jax, retrodict as rd
+        >>> model = rd.models.local_level(prior_scale=1.0)
         >>> xs, ys = model.simulate(jax.random.key(0), num_times=100)
         >>> errors = rd.parameter_errors(jax.random.key(1), model, ys)
         >>> errors.names
-        ('emission.bias[0]', 'emission.scale_tril.std[0]')
-        >>> bool(errors.lower["emission.scale_tril.std"][0] > 0)
+        ('transition.fn.level_scale[0]', 'emission.fn.obs_scale[0]')
+        >>> bool(errors.lower["emission"].scale_tril.std[0] > 0)
         True
 
     Args:

@@ -34,6 +34,16 @@ class ParameterErrors(eqx.Module):
     Arrays with an axis `parameter` are in unconstrained coordinates θ, in the order of `names`;
     pytrees have the structure of the output of `read`, and are on the natural scale.
 
+    Example:
+        >>> import jax, retrodict as rd
+        >>> model = rd.models.local_level(prior_scale=1.0)
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=100)
+        >>> errors = rd.parameter_errors(jax.random.key(1), model, ys)
+        >>> errors.method, errors.theta.shape
+        ('exact', (2,))
+        >>> bool(errors.standard_error["emission"].scale_tril.std[0] > 0)
+        True
+
     Attributes:
         names: the name of each coordinate of θ, such as `"transition.weight[0,0]"`.
         theta: the coordinates of the model.

@@ -80,6 +80,12 @@ class FiniteBounds(NamedTuple):
     the exact posterior, `elbo_gap` as well for v, `elbo_gap_birkhoff` needs log p(y) alone, and
     `s3` and the classical ones need neither.
 
+    Example:
+        >>> import retrodict as rd
+        >>> bounds = rd.bounds.finite_bounds(rd.bounds.two_state_counterexample())
+        >>> f"error {float(bounds.error):.3f}, sharpest bound {float(bounds.s1):.3f}"
+        'error 0.100, sharpest bound 0.100'
+
     Attributes:
         error: q h - φ h, exact and signed.
         identity: the same number as the sum of Theorem 1, Σ_m (Π_m - Π'_m) H_m.
@@ -201,11 +207,11 @@ def _identity_terms(problem: FiniteProblem, exact: Exact, tilts: Array) -> tuple
     """
     past = past_sums(problem.kernels, problem.functional)
     future = future_sums(exact.forward, problem.functional)
-    whole = past[:-1, :, None] + problem.functional + future[1:, None, :]
+    integrands = past[:-1, :, None] + problem.functional + future[1:, None, :]
     change = pairs_back(tilts, problem.kernels) - pairs_ahead(tilts, exact.forward)
     start = jnp.sum((tilts[0] - exact.smoothed[0]) * future[0])
-    terms = jnp.concatenate([start[None], jnp.sum(change * whole, axis=(1, 2))])
-    size = jnp.concatenate([oscillation(future[0])[None], jax.vmap(oscillation)(whole)])
+    terms = jnp.concatenate([start[None], jnp.sum(change * integrands, axis=(1, 2))])
+    size = jnp.concatenate([oscillation(future[0])[None], jax.vmap(oscillation)(integrands)])
     return terms, size
 
 

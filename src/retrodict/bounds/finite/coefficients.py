@@ -13,6 +13,11 @@ from retrodict.bounds.lipschitz import decayed_sums
 def total_variation(p: Float[Array, "*shape"], q: Float[Array, "*shape"]) -> Scalar:
     """Return TV(p, q) = ½ Σ |p - q|, between 0 and 1; the c_k of H1 are twice as much.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> float(rd.bounds.total_variation(jnp.array([0.5, 0.5]), jnp.array([0.75, 0.25])))
+        0.25
+
     Args:
         p: probabilities, of any shape: a table is the law of a pair.
         q: probabilities, of the same shape.
@@ -45,6 +50,12 @@ def dobrushin(kernel: Float[Array, "from to"]) -> Scalar:
     """Return the Dobrushin coefficient of a Markov kernel, its contraction of oscillations.
 
         δ(K) = max_{x, x'} TV(K(x, ·), K(x', ·)),   osc(K f) ≤ δ(K) osc(f)
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> kernel = jnp.array([[0.75, 0.25], [0.25, 0.75]])
+        >>> float(rd.bounds.dobrushin(kernel))
+        0.5
 
     Args:
         kernel: K(x, y), each row summing to 1.

@@ -33,6 +33,22 @@ def _real(name: str) -> Callable[[ArrayLike], Array]:
 class FiniteProblem(eqx.Module):
     """A model on S states with its observations, a backward chain, and an additive functional.
 
+    Example:
+        Two states and two rows:
+
+        >>> import numpy as np, retrodict as rd
+        >>> move = np.array([[0.9, 0.1], [0.2, 0.8]])
+        >>> problem = rd.bounds.FiniteProblem.from_model(
+        ...     prior=[0.5, 0.5],
+        ...     transitions=[move],
+        ...     likelihoods=[[0.7, 0.1], [0.3, 0.6]],
+        ...     kernels=[[[0.95, 0.05], [0.4, 0.6]]],  # q_{0|1}, one row per state at time 1
+        ...     filters=[[0.8, 0.2], [0.6, 0.4]],
+        ...     functional=[[[0.0, 1.0], [1.0, 2.0]]],  # the number of times in the second state
+        ... )
+        >>> print(np.array(problem.terminal))
+        [0.6 0.4]
+
     Args:
         initial: χ(x) g_0(x), unnormalised, of shape `(S,)`.
         potentials: L_k(x, y) = m_k(x, y) g_{k+1}(y), unnormalised, of shape `(n-1, S, S)`.

@@ -1,4 +1,4 @@
-"""What particle smoothers are built of: resampling, powers of two and backward draws.
+"""Backward draws of particle smoothers.
 
 Laws are compared with probabilities written out in numpy, by chi-square tests. Keys are fixed. A
 test that computes a p-value fails below `RARE`, which is the share of keys on which it would raise
@@ -18,12 +18,9 @@ import scipy.stats
 
 import retrodict as rd
 from retrodict.particles import backward_samplers as backward_module
-from retrodict.particles import resampling
 from retrodict.particles.backward_weights import BackwardWeights
-from retrodict.particles.power_of_two import power_of_two
 
 RARE = 1e-6
-SCHEMES = ("systematic", "stratified", "residual", "multinomial")
 more = pytest.mark.statistical
 
 
@@ -37,156 +34,18 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     for row, law in zip(counts, probabilities, strict=True):
         expected = row.sum() * law
         large = expected >= 8
-        seen, wanted = row[large], expected[large]
+        observed_counts, expectations = row[large], expected[large]
         if expected[~large].sum() > 0:
-            seen = np.append(seen, row[~large].sum())
-            wanted = np.append(wanted, expected[~large].sum())
-            if wanted[-1] < 1:  # too rare for the approximation: judged on its own
-                tail = scipy.stats.poisson.sf(seen[-1] - 1, wanted[-1])
+            observed_counts = np.append(observed_counts, row[~large].sum())
+            expectations = np.append(expectations, expected[~large].sum())
+            if expectations[-1] < 1:  # too rare for the approximation: judged on its own
+                tail = scipy.stats.poisson.sf(observed_counts[-1] - 1, expectations[-1])
                 assert tail > RARE
-                seen, wanted = seen[:-1], wanted[:-1]
-        if len(wanted) > 1:
-            statistic += ((seen - wanted) ** 2 / wanted).sum()
-            freedom += len(wanted) - 1
+                observed_counts, expectations = observed_counts[:-1], expectations[:-1]
+        if len(expectations) > 1:
+            statistic += ((observed_counts - expectations) ** 2 / expectations).sum()
+            freedom += len(expectations) - 1
     return float(scipy.stats.chi2.sf(statistic, freedom)) if freedom else 1.0
-
-
-# --- powers of two --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "lowest", "highest", "accuracy"),
-    [(np.float64, -1021.0, 1023.9, 1e-12), (np.float32, -125.0, 127.9, 3e-7)],
-)
-def test_power_of_two_over_its_whole_range(
-    kind: Any, lowest: float, highest: float, accuracy: float
-):
-    t = np.concatenate(
-        [np.linspace(lowest, highest, 200_001), np.arange(lowest, highest), [-0.5, 0.5, 1e-30]]
-    ).astype(kind)
-    found = np.asarray(jax.jit(power_of_two)(jnp.asarray(t)))
-    assert found.dtype == kind
-    exact = np.exp2(t.astype(np.longdouble))
-    np.testing.assert_array_less(np.abs(found - exact) / exact, accuracy)
-
-
-@pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_power_of_two_of_what_is_no_number(kind: Any):
-    tiny = np.array([-np.inf, -1e30, -5000.0, np.finfo(kind).minexp - 1.0], kind)
-    assert np.all(np.asarray(power_of_two(jnp.asarray(tiny))) == 0)
-    assert np.isnan(power_of_two(jnp.full(3, np.nan, kind))).all()
-    mixed = np.asarray(power_of_two(jnp.array([np.nan, 0.0, -np.inf], kind)))
-    assert np.isnan(mixed[0]) and mixed[1] == pytest.approx(1, rel=3e-7) and mixed[2] == 0
-
-
-# --- resampling -----------------------------------------------------------------------------------
-
-WEIGHTS = np.array([0.0, 3.0, 0.001, 0.0, 1.0, 8.0, 0.5, 0.5, 0.0, 2.0, 4.0, 0.0, 1.7, 0.9, 0.0])
-WEIGHTS = WEIGHTS * 0.7  # they need not sum to one
-
-
-@pytest.fixture(scope="module")
-def draws() -> Callable[[str, int], np.ndarray]:
-    """Counts of `num_draws` draws, of shape `(key, particle)`, remembered."""
-    known: dict[tuple[str, int], np.ndarray] = {}
-    keys = jax.random.split(jax.random.key(3), 4000)
-
-    def draw(scheme: Any, num_draws: int) -> np.ndarray:
-        if (scheme, num_draws) not in known:
-            one = jax.vmap(
-                lambda k: resampling.resample(scheme, k, jnp.asarray(WEIGHTS), num_draws)
-            )
-            indices = np.asarray(jax.jit(one)(keys))
-            assert indices.shape == (4000, num_draws)
-            assert np.all(np.diff(indices, axis=1) >= 0), "not in increasing order"
-            assert indices.min() >= 0 and indices.max() < len(WEIGHTS)
-            known[scheme, num_draws] = np.stack([(indices == i).sum(1) for i in range(15)], axis=1)
-        return known[scheme, num_draws]
-
-    return draw
-
-
-@pytest.mark.parametrize(
-    "num_draws", [pytest.param(15, marks=more), pytest.param(7, marks=more), 40]
-)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_expected_counts_are_proportional_to_weights(draws: Callable, scheme: str, num_draws: int):
-    # 10 cells in each of 12 cases at 5 standard errors: a false alarm in 7e-5.
-    counts = draws(scheme, num_draws)
-    expected = num_draws * WEIGHTS / WEIGHTS.sum()
-    error = np.abs(counts.mean(0) - expected)
-    # A count that varies by rarely more than one may have varied in none of the keys.
-    share = expected - np.floor(expected)
-    spread = np.maximum(counts.std(0), np.sqrt(share * (1 - share)))
-    assert np.all(error <= 5 * spread / np.sqrt(len(counts)) + 1e-12)
-    assert counts[:, WEIGHTS == 0].sum() == 0
-
-
-@pytest.mark.parametrize(
-    "num_draws", [pytest.param(15, marks=more), pytest.param(7, marks=more), 40]
-)
-def test_how_far_counts_are_from_what_is_expected(draws: Callable, num_draws: int):
-    expected = num_draws * WEIGHTS / WEIGHTS.sum()
-    assert np.abs(draws("systematic", num_draws) - expected).max() < 1 + 1e-9
-    assert np.abs(draws("stratified", num_draws) - expected).max() < 2
-    assert (draws("residual", num_draws) - np.floor(expected)).min() >= 0
-
-
-def test_multinomial_counts_have_binomial_variances(draws: Callable):
-    # The relative standard deviation of a variance over 4000 keys is 0.022 and more for few counts.
-    share = WEIGHTS / WEIGHTS.sum()
-    variance = draws("multinomial", 40).var(0)
-    frequent = 40 * share > 0.5
-    wanted = (40 * share * (1 - share))[frequent]
-    np.testing.assert_allclose(variance[frequent], wanted, rtol=0.15)
-
-
-def resampled(scheme: Any, weights: Any, num_draws: int) -> list[int]:
-    @jax.jit
-    def draw(key: jax.Array, weights: jax.Array) -> jax.Array:
-        return resampling.resample(scheme, key, weights, num_draws)
-
-    return draw(jax.random.key(0), jnp.asarray(weights)).tolist()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_resampling_a_single_particle_and_the_only_one_with_weight(scheme: str):
-    assert resampled(scheme, [0.3], 4) == [0] * 4
-    assert resampled(scheme, [0.0, 0.0, 5.0, 0.0], 6) == [2] * 6
-
-
-@pytest.mark.parametrize("count", [100, pytest.param(25, marks=more)])
-@pytest.mark.parametrize("scheme", ["systematic", "stratified", "residual"])
-def test_equal_weights_leave_every_particle_one_offspring(scheme: str, count: int):
-    # As a filter makes them where nothing was seen: exp(-log N).
-    weights = np.exp(np.full(count, -np.log(count)))
-    assert resampled(scheme, weights, count) == list(range(count))
-
-
-@pytest.mark.parametrize("count", [1, 33, 1025])
-def test_cumulative_sums(count: int, dtype: jnp.dtype):
-    values = np.random.default_rng(count).gamma(0.3, size=count).astype(dtype)
-    found = np.asarray(resampling.cumulative(jnp.asarray(values)))
-    assert found.dtype == dtype and np.all(np.diff(found) >= 0)
-    accuracy = 1e-14 if dtype == np.float64 else 1e-6
-    np.testing.assert_allclose(found, np.cumsum(values.astype(np.float64)), rtol=accuracy * 10)
-
-
-def test_cumulative_sums_do_not_grow_where_there_is_no_weight(dtype: jnp.dtype):
-    # Where they do, a particle of no weight is drawn: in float32 once in some ten million draws.
-    rng = np.random.default_rng(0)
-    values = rng.random((200, 100)) * (rng.random((200, 100)) < 0.5)
-    values[:, 64:70], values[:, 90:] = 0, 0
-    sums = jax.vmap(resampling.cumulative)(jnp.asarray(values.astype(dtype)))
-    grown = np.diff(np.asarray(sums), axis=1)[values[:, 1:] == 0]
-    assert np.all(grown == 0), f"{(grown > 0).sum()} of {grown.size} grew, by up to {grown.max()}"
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_positions_at_the_ends_fall_on_particles_with_weight(share: float):
-    sums = jnp.cumsum(jnp.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0]))
-    found = resampling.inverse(sums, jnp.array([share, np.nextafter(share, 0.5)]))
-    assert found.tolist() == ([2, 2] if share == 0 else [4, 4])
 
 
 # --- backward draws -------------------------------------------------------------------------------
@@ -238,7 +97,7 @@ def probabilities(log_weights: np.ndarray, log_densities: np.ndarray) -> np.ndar
     return scipy.special.softmax(log_weights + log_densities, axis=1)
 
 
-def drawn(
+def sampled_indices(
     sampler: rd.particles.AbstractBackwardSampler,
     kernel: rd.AbstractKernel,
     particles: np.ndarray,
@@ -255,9 +114,9 @@ def drawn(
         return sampler.draw(key, pairs, log_weights, xs, ancestors)
 
     arrays = (jnp.asarray(a) for a in (particles, log_weights, xs, ancestors))
-    found = np.asarray(draw(jax.random.key(0), *arrays))
-    assert found.shape == (len(xs),) and found.min() >= 0 and found.max() < len(particles)
-    return found
+    indices = np.asarray(draw(jax.random.key(0), *arrays))
+    assert indices.shape == (len(xs),) and indices.min() >= 0 and indices.max() < len(particles)
+    return indices
 
 
 def counted(
@@ -276,8 +135,8 @@ def counted(
     """
     starts = np.broadcast_to(ancestors, (len(xs), num_draws)).reshape(-1).astype(np.int32)
     repeated = np.repeat(xs, num_draws, axis=0)
-    found = drawn(sampler, kernel, particles, log_weights, repeated, starts)
-    rows = found.reshape(len(xs), num_draws)
+    indices = sampled_indices(sampler, kernel, particles, log_weights, repeated, starts)
+    rows = indices.reshape(len(xs), num_draws)
     return np.stack([np.bincount(row, minlength=len(particles)) for row in rows])
 
 
@@ -324,7 +183,7 @@ def sampler_name(value: Any) -> str | None:
     ],
     ids=sampler_name,
 )
-def test_law_under_a_gaussian_transition(
+def test_backward_samplers_have_exact_law_under_gaussian_transition(
     sampler: rd.particles.AbstractBackwardSampler, dim: int, count: int
 ):
     kernel = linear_kernel(dim, np.random.default_rng(dim))
@@ -348,7 +207,7 @@ def test_law_under_a_gaussian_transition(
     ],
     ids=sampler_name,
 )
-def test_law_under_a_transition_of_another_kind(
+def test_backward_samplers_have_exact_law_under_student_transition(
     sampler: rd.particles.AbstractBackwardSampler, dim: int, count: int
 ):
     particles, log_weights = cloud(dim, count)
@@ -360,7 +219,7 @@ def test_law_under_a_transition_of_another_kind(
 
 
 @pytest.mark.parametrize("general", [False, True])
-def test_one_metropolis_move_has_the_law_it_should(general: bool):
+def test_one_metropolis_move_has_its_exact_law(general: bool):
     # From particle a to j with probability w_j min(1, m_j / m_a): not just its invariant law.
     particles, log_weights = cloud(1, 33)
     xs = states(1)
@@ -377,7 +236,7 @@ def test_one_metropolis_move_has_the_law_it_should(general: bool):
 
 
 @more
-def test_metropolis_moves_leave_the_backward_law_alone_and_lead_to_it():
+def test_metropolis_moves_keep_and_reach_the_backward_law():
     # Noise so wide that densities differ by a factor of 3 at most: 16 moves forget all but 0.2 %
     # of the start, which 3000 draws do not see.
     particles, log_weights = cloud(3, 300)
@@ -419,25 +278,25 @@ def test_a_nonlinear_transition_with_inputs_is_whitened_by_its_own_mean_and_scal
 
 
 @pytest.mark.parametrize("general", [False, True])
-def test_chunks_of_paths_are_drawn_as_all_at_once(general: bool, monkeypatch: pytest.MonkeyPatch):
+def test_chunked_paths_equal_paths_drawn_at_once(general: bool, monkeypatch: pytest.MonkeyPatch):
     kernel = student_kernel(2) if general else linear_kernel(2, np.random.default_rng(0))
     particles, log_weights = cloud(2, 50)
     xs = np.random.default_rng(1).normal(size=(37, 2))
     arrays = (kernel, particles, log_weights, xs, np.zeros(37, np.int32))
-    whole = drawn(rd.particles.ExactBackward(), *arrays)
+    at_once = sampled_indices(rd.particles.ExactBackward(), *arrays)
     monkeypatch.setattr(backward_module, "LARGEST_TILE", 50 * 5 // (1 if general else 16))
-    np.testing.assert_array_equal(drawn(rd.particles.ExactBackward(), *arrays), whole)
+    np.testing.assert_array_equal(sampled_indices(rd.particles.ExactBackward(), *arrays), at_once)
 
 
 @pytest.mark.parametrize("uniform", [0.0, np.nextafter(1.0, 0.0)])
 @pytest.mark.parametrize("count", [17, 300])
-def test_shares_at_the_ends_fall_on_particles_with_weight(uniform: float, count: int):
+def test_extreme_uniforms_select_weighted_particles(uniform: float, count: int):
     rng = np.random.default_rng(0)
     weights = rng.random((count, 50)) * (rng.random((count, 50)) < 0.3)
     weights[:16], weights[-5:], weights[8] = 0, 0, 1e-3
-    found, _ = backward_module._descend(jnp.asarray(weights), jnp.full(50, uniform))
-    wanted = [np.flatnonzero(column)[0 if uniform == 0 else -1] for column in weights.T]
-    np.testing.assert_array_equal(found, wanted)
+    indices, _ = backward_module._descend(jnp.asarray(weights), jnp.full(50, uniform))
+    expected = [np.flatnonzero(column)[0 if uniform == 0 else -1] for column in weights.T]
+    np.testing.assert_array_equal(indices, expected)
 
 
 # --- extreme weights and places -------------------------------------------------------------------
@@ -450,7 +309,7 @@ def random_walk(dim: int, kind: Any = np.float64) -> rd.LinearGaussianKernel:
 
 @pytest.mark.parametrize(("kind", "span"), [(np.float64, 600.0), (np.float32, 100.0)])
 @pytest.mark.parametrize("start", [0, -1])
-def test_weights_and_densities_that_vanish_and_cancel(kind: Any, span: float, start: int):
+def test_backward_weights_handle_vanishing_densities(kind: Any, span: float, start: int):
     # Each particle is the less dense the heavier it is, so that all have a share of the law.
     count = 40
     particles = np.sqrt(2 * np.linspace(0, span, count))[:, None].astype(kind)
@@ -475,7 +334,7 @@ def test_weights_and_densities_that_vanish_and_cancel(kind: Any, span: float, st
     [rd.particles.ExactBackward(), pytest.param(rd.particles.RejectionBackward(), marks=more)],
 )
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_weights_that_span_600_nats(sampler: rd.particles.AbstractBackwardSampler, kind: Any):
+def test_backward_weights_span_600_nats(sampler: rd.particles.AbstractBackwardSampler, kind: Any):
     rng = np.random.default_rng(0)
     log_weights = normalised(np.linspace(0, -600, 50)[rng.permutation(50)]).astype(kind)
     particles = rng.normal(size=(50, 1)).astype(kind)
@@ -503,7 +362,7 @@ def test_weights_that_span_600_nats(sampler: rd.particles.AbstractBackwardSample
         pytest.param(40, 48, 1e3, np.float32, marks=more),
     ],
 )
-def test_particles_far_from_the_origin_in_units_of_the_noise(
+def test_backward_weights_are_accurate_far_from_the_origin(
     dim: int, count: int, far: float, kind: Any
 ):
     rng = np.random.default_rng(dim)
@@ -551,28 +410,28 @@ def test_a_particle_without_weight_is_never_drawn(
     "sampler",
     [rd.particles.ExactBackward(), pytest.param(rd.particles.RejectionBackward(), marks=more)],
 )
-def test_a_state_that_no_particle_reaches_keeps_its_ancestor(
+def test_unreachable_state_keeps_its_ancestor(
     sampler: rd.particles.AbstractBackwardSampler,
 ):
     ancestors = 3 * np.arange(6, dtype=np.int32)
     arrays = (np.zeros((20, 1)), np.full(20, -np.log(20)), np.full((6, 1), 1e6), ancestors)
-    np.testing.assert_array_equal(drawn(sampler, random_walk(1), *arrays), ancestors)
+    np.testing.assert_array_equal(sampled_indices(sampler, random_walk(1), *arrays), ancestors)
 
 
 @pytest.mark.parametrize(("kind", "at"), [(np.float64, 30.0), (np.float32, 20.0)])
-def test_a_state_far_from_all_particles_goes_back_to_the_nearest(kind: Any, at: float):
+def test_distant_state_selects_the_nearest_particle(kind: Any, at: float):
     # 20 or 10 standard deviations off, as a guided filter may put it at an outlier. The density of
     # the nearest particle is e^250, or e^150, times that of its ancestor.
     particles = np.array([[0.0], [10.0], [0.5], [-3.0]], kind)
     log_weights, xs = np.full(4, -np.log(4), kind), np.full((5, 1), at, kind)
     kernel = random_walk(1, kind)
-    found = drawn(
+    indices = sampled_indices(
         rd.particles.ExactBackward(), kernel, particles, log_weights, xs, np.zeros(5, np.int32)
     )
-    np.testing.assert_array_equal(found, 1)
+    np.testing.assert_array_equal(indices, 1)
 
 
-def test_rejection_needs_a_bound_of_a_density_that_is_not_gaussian(key: jax.Array):
+def test_rejection_needs_log_bound_for_non_gaussian_density(key: jax.Array):
     pairs = BackwardWeights.of(student_kernel(1), None, jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="upper bound.*DistributionKernel.*log_bound"):
         rd.particles.RejectionBackward().draw(

@@ -184,7 +184,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".nc", ".toml"])
-def test_damaged_files_are_read_or_refused(suffix: str, tmp_path: Path, capfd):
+def test_damaged_tables_are_read_or_refused(suffix: str, tmp_path: Path, capfd):
     assert try_files(suffix, tmp_path, 40, seed=0) > 10
     assert capfd.readouterr().err == ""
 
@@ -252,7 +252,7 @@ def test_a_curve_without_a_hash_is_refused(run: Path, tmp_path: Path):
         runs.open_run(path)
 
 
-def test_sizes_beyond_memory_are_refused(tmp_path: Path):
+def test_declared_sizes_beyond_memory_are_refused(tmp_path: Path):
     path = tmp_path / "large.nc"
     dataset = xr.Dataset({"y": ("time", np.zeros(1))})
     dataset.to_netcdf(path, engine="scipy")
@@ -267,7 +267,7 @@ def test_sizes_beyond_memory_are_refused(tmp_path: Path):
         assert refused(models.read_toml, tmp_path / "large.toml")
 
 
-def test_a_heap_without_end_is_refused(tmp_path: Path):
+def test_endless_hdf5_heap_is_refused(tmp_path: Path):
     """HDF5 goes through the objects of a heap by their sizes, and never ends at a size of zero."""
     path = tmp_path / "heap.nc"
     content = good_files(tmp_path)[".nc"][1]
@@ -284,7 +284,7 @@ import resource, signal, sys, tempfile
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 signal.alarm(1200)
-import test_mutated_files as t
+import test_files_mutated as t
 suffix, run, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 folder = Path(tempfile.mkdtemp(dir=Path(run).parent))
 count = t.try_runs(Path(run), folder, 150, seed) if suffix == "run" else \
@@ -295,7 +295,7 @@ print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [".csv", ".parquet", ".nc", ".toml", "run"])
-def test_many_damaged_files_within_limits_of_time_and_memory(kind: str, run: Path):
+def test_damaged_files_respect_time_and_memory_limits(kind: str, run: Path):
     child = subprocess.run(
         [sys.executable, "-c", CHILD, kind, str(run), "1"],
         capture_output=True,

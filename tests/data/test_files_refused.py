@@ -130,9 +130,9 @@ def test_broken_text_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.M
     text, options, words = TEXTS[name]
     monkeypatch.chdir(tmp_path)
     Path("bad.csv").write_text(text, encoding="utf-8")
-    found = message(lambda: rd.data.read("bad.csv", **options))
-    assert found.startswith("bad.csv")
-    assert [word for word in words if word not in found] == [], found
+    error = message(lambda: rd.data.read("bad.csv", **options))
+    assert error.startswith("bad.csv")
+    assert [word for word in words if word not in error] == [], error
 
 
 def good_parquet() -> bytes:
@@ -167,9 +167,9 @@ def test_broken_bytes_are_refused(name: str, tmp_path: Path, monkeypatch: pytest
     file, content, words = BYTES[name]
     monkeypatch.chdir(tmp_path)
     Path(file).write_bytes(content(tmp_path))
-    found = message(lambda: rd.data.read(file))
-    assert found.startswith(file)
-    assert [word for word in words if word not in found] == [], found
+    text = message(lambda: rd.data.read(file))
+    assert text.startswith(file)
+    assert [word for word in words if word not in text] == [], text
 
 
 def test_damaged_bytes_of_parquet_are_refused(tmp_path: Path):
@@ -248,9 +248,9 @@ OBJECTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_broken_objects_are_refused(name: str):
-    given, options, words = OBJECTS[name]
-    found = message(lambda: rd.data.read(given, **options))
-    assert [word for word in words if word not in found] == [], found
+    source, options, words = OBJECTS[name]
+    text = message(lambda: rd.data.read(source, **options))
+    assert [word for word in words if word not in text] == [], text
 
 
 def test_every_truncation_is_refused_or_read(tmp_path: Path):
@@ -265,7 +265,7 @@ def test_every_truncation_is_refused_or_read(tmp_path: Path):
             assert "\n" not in str(error)
 
 
-def test_a_broken_table_leaves_no_file(tmp_path: Path):
+def test_broken_table_leaves_no_output_file(tmp_path: Path):
     target = tmp_path / "out.parquet"
     broken = pd.DataFrame({"a": [1, "x", object()]})
     with pytest.raises(Exception, match=r"."):

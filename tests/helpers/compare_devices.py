@@ -1,6 +1,7 @@
-"""What one device finds and what eight find, in a process that has eight: run by `test_mesh`.
+"""Program of `test_mesh`: compare results on one device with those on eight simulated devices.
 
-Prints as JSON how far they are apart; with the argument `all`, of everything.
+It prints differences as JSON: those of the quick tests, or with the argument `all` those of the
+slow ones.
 """
 
 import json
@@ -11,9 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blocks import InBlocks
 from fit_options import fit_options
+from in_memory_store import InMemoryStore
 from jax import lax
+from linear_models import linear_model
 
 import retrodict as rd
 from retrodict._learning.dataset import InMemoryLoader, Minibatch
@@ -23,12 +25,8 @@ from retrodict.distributed import MeshLike, as_mesh
 jax.config.update("jax_enable_x64", True)
 
 
-def model_of_levels() -> rd.StateSpaceModel:
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
-        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.3 * jnp.eye(1)),
-    )
+def autoregression() -> rd.StateSpaceModel:
+    return linear_model(noise=0.5, error=0.3)
 
 
 def small_family() -> rd.ConjugateFamily:
@@ -37,22 +35,22 @@ def small_family() -> rd.ConjugateFamily:
 
 def series(count: int, num_times: int = 6) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), count)
-    model = model_of_levels()
+    model = autoregression()
     return np.asarray(jax.vmap(lambda key: model.simulate(key, num_times)[1])(keys))
 
 
-def apart(one: object, other: object) -> float:
-    """The largest difference between the arrays of two trees."""
+def difference(one: object, other: object) -> float:
+    """Return the largest difference between the arrays of two trees."""
     leaves = (jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (one, other))
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*leaves, strict=True)]
     return max(float(np.max(np.abs(a - b), initial=0.0)) for a, b in pairs)
 
 
-def fitted(ys: object, mesh: MeshLike, **options: Any) -> rd.FitResult:
+def fit_small_family(ys: object, mesh: MeshLike, **options: Any) -> rd.FitResult:
     return rd.fit(
         jax.random.key(1),
         small_family(),
-        model_of_levels(),
+        autoregression(),
         ys,
         num_steps=50,
         mesh=mesh,
@@ -60,18 +58,20 @@ def fitted(ys: object, mesh: MeshLike, **options: Any) -> rd.FitResult:
     )
 
 
-def fits(ys: object, mesh: MeshLike, **options: Any) -> dict[str, float]:
-    one, several = (fitted(ys, devices, **options) for devices in (None, mesh))
+def compare_fits(ys: object, mesh: MeshLike, **options: Any) -> dict[str, float]:
+    one, several = (fit_small_family(ys, devices, **options) for devices in (None, mesh))
     return {
-        "parameters": apart((one.family, one.model), (several.family, several.model)),
-        "history": apart(one.history, several.history),
-        "grades": apart(one.held_out, several.held_out),
-        "restarts": apart(one.restart_scores, several.restart_scores),
+        "parameters": difference((one.family, one.model), (several.family, several.model)),
+        "history": difference(one.history, several.history),
+        "grades": difference(one.held_out, several.held_out),
+        "restarts": difference(one.restart_scores, several.restart_scores),
     }
 
 
-def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count: Any = None) -> Any:
-    """The series of a step."""
+def minibatch_series(
+    batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count: Any = None
+) -> Any:
+    """Return the series of one minibatch."""
     devices = as_mesh(mesh)
     axes = axes or (() if devices is None else devices.axis_names)
     count = batch.ys.shape[0] if count is None else count
@@ -81,24 +81,26 @@ def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count:
     return minibatch.series.ys[: minibatch.count]
 
 
-def draws(count: int, batch_size: int) -> float:
-    """Minibatches from shares, equal or not, beside those from one device."""
+def compare_minibatches(count: int, batch_size: int) -> float:
+    """Compare minibatches on all devices with those on one; shares may be unequal."""
     batch = prepare_batch(series(count), mask=None, inputs=None, length=None, takes_input=False)
-    return apart(drawn(batch, batch_size, None), drawn(batch, batch_size, "all"))
+    return difference(
+        minibatch_series(batch, batch_size, None), minibatch_series(batch, batch_size, "all")
+    )
 
 
-def draws_of_shared() -> float:
-    """Minibatches of series that were filled up for more devices than lie along their axis."""
+def compare_shared_minibatches() -> float:
+    """Compare minibatches of shared series that are padded to the number of devices."""
     mesh, ys = jax.make_mesh((2, 4), ("start", "batch")), series(4)
     shared = rd.data.SharedSeries(ys, mesh=mesh)
-    return apart(
-        drawn(rd.data.SharedSeries(ys, mesh=None).series, 4, None),
-        drawn(shared.series, 4, mesh, ("batch",), shared.num_series),
+    return difference(
+        minibatch_series(rd.data.SharedSeries(ys, mesh=None).series, 4, None),
+        minibatch_series(shared.series, 4, mesh, ("batch",), shared.num_series),
     )
 
 
 def num_reductions() -> int:
-    """How often a step with a loop over time exchanges something between devices."""
+    """Count exchanges between devices in a gradient step with a loop over time."""
     devices = as_mesh("all")
     if devices is None:
         raise ValueError("This is to be run with several devices.")
@@ -118,7 +120,7 @@ def num_reductions() -> int:
     return sum(text.count(f" {name}(") for name in exchanges)
 
 
-def few() -> dict[str, object]:
+def quick_comparisons() -> dict[str, object]:
     ys, family = series(16), small_family()
     inferred = [
         rd.distributed.sharded_vmap(
@@ -129,16 +131,21 @@ def few() -> dict[str, object]:
     laid = inferred[1](family, ys)
     return {
         "devices": jax.device_count(),
-        "fit": fits(ys, "all", batch_size=8),
-        "draws": [draws(16, 8), draws(13, 5), draws(3, 64), draws_of_shared()],
+        "fit": compare_fits(ys, "all", batch_size=8),
+        "draws": [
+            compare_minibatches(16, 8),
+            compare_minibatches(13, 5),
+            compare_minibatches(3, 64),
+            compare_shared_minibatches(),
+        ],
         "reductions": num_reductions(),
-        "infer": apart(*(infer(family, ys[:5]) for infer in inferred)),
+        "infer": difference(*(infer(family, ys[:5]) for infer in inferred)),
         "shares": [len(laid.sharding.device_set), bool(laid.is_fully_replicated)],
     }
 
 
-def every() -> dict[str, object]:
-    ys, model = series(16), model_of_levels()
+def slow_comparisons() -> dict[str, object]:
+    ys, model = series(16), autoregression()
     few_starts = {"batch_size": 4, "restarts": 2, "tournament": 0.5}
     mesh = jax.make_mesh((2, 4), ("start", "batch"))
     shared = rd.data.SharedSeries(ys[:4], mesh=mesh)
@@ -162,27 +169,34 @@ def every() -> dict[str, object]:
         return rd.ffbsi(key, model, y, num_particles=16, num_samples=8).samples
 
     return {
-        "starts": fits(ys, mesh, batch_size=8, restarts=2, tournament=0.5, learn="both"),
+        "starts": compare_fits(ys, mesh, batch_size=8, restarts=2, tournament=0.5, learn="both"),
         "shared": {
-            what: apart(getattr(one, what), getattr(other, what))
+            what: difference(getattr(one, what), getattr(other, what))
             for one, other in [
-                (fitted(ys[:4], None, **few_starts), fitted(shared, mesh, **few_starts))
+                (
+                    fit_small_family(ys[:4], None, **few_starts),
+                    fit_small_family(shared, mesh, **few_starts),
+                )
             ]
             for what in ("family", "history", "held_out", "restart_scores")
         },
-        "lengths": fits(ys[:13], "all", batch_size=5, length=lengths, learn="both"),
-        "windows": fits(ys[:13], "all", batch_size=5, window=3),
+        "lengths": compare_fits(ys[:13], "all", batch_size=5, length=lengths, learn="both"),
+        "windows": compare_fits(ys[:13], "all", batch_size=5, window=3),
         # Two starts on halves of the devices, and then the better one on all of them.
-        "stored": fits(
-            InBlocks(ys[:13], [4, 6, 3], lengths), mesh, batch_size=9, restarts=2, tournament=0.5
+        "stored": compare_fits(
+            InMemoryStore(ys[:13], [4, 6, 3], lengths),
+            mesh,
+            batch_size=9,
+            restarts=2,
+            tournament=0.5,
         ),
-        "evidence": apart(evidence[0], evidence[1]),
-        "evidence by steps": apart(evidence[2], evidence[3]),
-        "ffbsi": apart(
+        "evidence": difference(evidence[0], evidence[1]),
+        "evidence by steps": difference(evidence[2], evidence[3]),
+        "ffbsi": difference(
             *(rd.distributed.sharded_vmap(smoothed, mesh=m)(keys, ys[:5]) for m in (None, mesh))
         ),
     }
 
 
 if __name__ == "__main__":
-    json.dump(every() if sys.argv[1:] == ["all"] else few(), sys.stdout)
+    json.dump(slow_comparisons() if sys.argv[1:] == ["all"] else quick_comparisons(), sys.stdout)

@@ -76,7 +76,7 @@ def outputs(name: str) -> Outputs:
 
 
 @EVERY
-def test_what_the_registry_says(name: str):
+def test_kernels_match_their_registry_entry(name: str):
     case, kernel = KERNELS[name], KERNELS[name].make()
     assert isinstance(kernel, rd.AbstractKernel)
     assert kernel.takes_input == case.takes_input
@@ -86,7 +86,7 @@ def test_what_the_registry_says(name: str):
 
 
 @EVERY
-def test_log_prob_is_a_finite_scalar_and_that_of_the_law(name: str):
+def test_log_prob_is_finite_and_equals_that_of_the_law(name: str):
     got = outputs(name)
     assert got.log_prob.shape == () and np.isfinite(got.log_prob)
     np.testing.assert_allclose(got.log_prob, got.law_log_prob, rtol=1e-13)
@@ -94,7 +94,7 @@ def test_log_prob_is_a_finite_scalar_and_that_of_the_law(name: str):
 
 
 @EVERY
-def test_shape_and_type_of_draws(name: str, dtype: np.dtype):
+def test_draws_have_expected_shape_and_dtype(name: str, dtype: np.dtype):
     case = KERNELS[name]
     x, u = state_of(name), input_of(name)
     kernel = case.make()
@@ -117,7 +117,7 @@ def test_parameters_get_finite_gradients(name: str):
 
 
 @EVERY
-def test_mask_of_everything_and_of_nothing(name: str):
+def test_full_and_empty_masks_are_consistent(name: str):
     got = outputs(name)
     np.testing.assert_allclose(got.masked[0], got.log_prob, rtol=1e-12)
     np.testing.assert_array_equal(got.masked[~np.asarray(got.masks).any(axis=1)], 0.0)
@@ -140,7 +140,7 @@ def test_a_masked_value_has_no_influence(name: str):
 
 
 @SCALAR
-def test_draws_follow_a_density_of_mass_one(name: str):
+def test_density_integrates_to_one_and_matches_draws(name: str):
     """The density is summed up, and the empirical distribution function of draws held against it.
 
     By the inequality of Dvoretzky, Kiefer, Wolfowitz and Massart the two differ by more than the
@@ -189,7 +189,7 @@ def test_a_missing_input_is_named(name: str):
 
 
 @WITH_INPUT
-def test_the_input_is_read(name: str):
+def test_inputs_change_the_law(name: str):
     kernel, x, u = KERNELS[name].make(), state_of(name), input_of(name)
     assert u is not None
     y = jnp.ones(KERNELS[name].out_dim)
@@ -215,7 +215,7 @@ def test_an_input_weight_shifts_the_bias():
 
 
 @pytest.mark.parametrize("diagonal", [True, False])
-def test_a_varying_kernel_is_the_fixed_one_with_those_parameters(diagonal: bool):
+def test_varying_kernel_equals_fixed_kernel_at_its_parameters(diagonal: bool):
     def parameters(u: jax.Array):
         scale = rd.Diagonal(1.0 + u**2) if diagonal else (1.0 + u[0] ** 2) * tril(2)
         return jnp.outer(u, u) + jnp.eye(2), 3.0 * u, scale
@@ -231,7 +231,7 @@ def test_a_varying_kernel_is_the_fixed_one_with_those_parameters(diagonal: bool)
     np.testing.assert_allclose(at.bias, 3.0 * np.asarray(u), rtol=1e-14)
 
 
-def test_a_varying_kernel_refuses_a_function_that_returns_something_else():
+def test_varying_kernel_refuses_bad_return_values():
     kernel = rd.VaryingLinearGaussianKernel(lambda u: jnp.eye(2))  # pyright: ignore
     with pytest.raises(ValueError, match=r"return \(weight, bias, scale_tril\), got"):
         kernel.at(jnp.zeros(2))
@@ -241,7 +241,7 @@ def test_a_varying_kernel_refuses_a_function_that_returns_something_else():
 
 
 @pytest.mark.slow
-def test_a_network_is_learned_with_its_scale():
+def test_network_and_scale_are_learned():
     """Regression of sin(2x) with noise 0.1: the fit reaches nearly the density of the truth."""
     rng = np.random.default_rng(0)
     xs = jnp.asarray(rng.uniform(-2, 2, (128, 1)))
@@ -298,21 +298,21 @@ def test_a_function_of_the_wrong_dimension_is_refused():
         ),
     ],
 )
-def test_distributions_against_scipy(name: str, reference: Any):
+def test_log_probs_equal_scipy(name: str, reference: Any):
     got = outputs(name)
     expected = reference(np.asarray(state_of(name)), np.asarray(value_of(name)))
     np.testing.assert_allclose(got.log_prob, expected.sum(), rtol=1e-9)
     np.testing.assert_allclose(got.masked[2], expected[1:].sum(), rtol=1e-9)
 
 
-def test_an_observed_value_outside_the_support_has_no_density():
+def test_value_outside_support_has_zero_density():
     """A mask hides what was not seen; it does not repair what was."""
     kernel = KERNELS["poisson"].make()
     value, mask = jnp.array([-1.0, 2.0]), jnp.array([True, False])
     assert jax.jit(kernel.log_prob)(jnp.zeros(2), value, None, mask) == -jnp.inf
 
 
-def test_any_object_with_log_prob_and_sample_is_a_law():
+def test_any_object_with_log_prob_and_sample_is_accepted():
     class Laplace:
         def log_prob(self, value: jax.Array) -> jax.Array:
             return -jnp.abs(value) - jnp.log(2.0)
@@ -326,7 +326,7 @@ def test_any_object_with_log_prob_and_sample_is_a_law():
     np.testing.assert_allclose(got, -1.0 - np.log(2.0), rtol=1e-15)
 
 
-def test_what_is_no_distribution_is_refused():
+def test_non_distributions_are_refused():
     with pytest.raises(TypeError, match="log_prob and sample, got"):
         rd.DistributionKernel(lambda x: x).law(jnp.zeros(1))
     wide = rd.DistributionKernel(lambda x: dist.Normal(jnp.zeros((3, 2)), 1.0))

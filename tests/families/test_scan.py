@@ -1,6 +1,7 @@
 """What runs in logarithmic depth equals what runs row by row: chains, bounds, gradients, fits."""
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,8 +22,7 @@ N, LENGTH = 37, 30
 
 def nonlinear_model() -> rd.StateSpaceModel:
     linear = random_model(np.random.default_rng(0), 2, 2)
-    emission = rd.NonlinearGaussianKernel(jnp.tanh, 0.5 * jnp.eye(2))
-    return rd.StateSpaceModel(linear.prior, linear.transition, emission)
+    return replace(linear, emission=rd.NonlinearGaussianKernel(jnp.tanh, 0.5 * jnp.eye(2)))
 
 
 @functools.cache
@@ -60,13 +60,13 @@ def answers(model: rd.StateSpaceModel, family: rd.ScanFamily, ys: Any, parallel:
 
     def bounds(family: rd.ScanFamily) -> tuple[Any, Any]:
         chain = family.infer(ys, length=LENGTH, parallel=parallel)
-        found = {
+        elbos = {
             name: rd.elbo(model, chain, ys, estimator=each, key=key, parallel=parallel)
             for name, each in ESTIMATORS.items()
         }
-        return sum(found.values()), (found, chain)
+        return sum(elbos.values()), (elbos, chain)
 
-    (_, (found, chain)), gradient = eqx.filter_value_and_grad(bounds, has_aux=True)(family)
+    (_, (elbos, chain)), gradient = eqx.filter_value_and_grad(bounds, has_aux=True)(family)
     return Answers(
         chain.marginals(parallel=parallel),
         chain.pairwise(parallel=parallel).covariance,
@@ -74,7 +74,7 @@ def answers(model: rd.StateSpaceModel, family: rd.ScanFamily, ys: Any, parallel:
         chain.sample(key, 3, parallel=parallel),
         rd.expectation(chain, rd.SecondMoments(), parallel=parallel),
         rd.marginals(chain, estimator=rd.BackwardSampling(4), key=key, parallel=parallel),
-        found,
+        elbos,
         gradient,
     )
 
@@ -85,7 +85,7 @@ def answers_of(parallel: bool) -> Answers:
 
 
 @pytest.mark.parametrize("what", Answers._fields)
-def test_logarithmic_depth_changes_nothing_but_rounding(what: str):
+def test_parallel_results_equal_sequential_results(what: str):
     """With missing entries, a missing row and padding."""
     got, expected = (jax.tree.leaves(getattr(answers_of(p), what)) for p in (True, False))
     assert len(got) == len(expected) > 0
@@ -93,7 +93,7 @@ def test_logarithmic_depth_changes_nothing_but_rounding(what: str):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_no_loop_is_as_long_as_the_series():
+def test_parallel_program_has_no_loop_over_time():
     """Neither in inference and marginals nor in the gradient of the bound."""
     model, family, _ = problem()
     ys = np.zeros((1000, 2))
@@ -119,7 +119,7 @@ def _loop_lengths(jaxpr: Any) -> Any:
 
 
 @pytest.mark.parametrize("n", [1, 50])
-def test_a_linear_recurrence_and_its_derivative(n: int):
+def test_parallel_linear_recurrence_equals_loop(n: int):
     rng = np.random.default_rng(n)
     decays, drives, weights = (jnp.asarray(rng.uniform(-1, 1, size=(n, 2))) for _ in range(3))
 
@@ -141,16 +141,16 @@ def test_a_linear_recurrence_and_its_derivative(n: int):
 
 
 @pytest.mark.slow
-def test_a_fit_in_logarithmic_depth_finds_the_same_parameters():
+def test_parallel_fit_finds_the_same_parameters():
     model, family, ys = problem()
     batch = np.stack([ys, ys[::-1]])
     options: dict[str, Any] = {"num_steps": 10, "chunk_size": 5, "progress": False}
     options |= {"mask": ~np.isnan(batch), "length": [LENGTH, N], "estimator": rd.Quadrature(3)}
-    found = [
+    results = [
         rd.fit(jax.random.key(3), family, model, batch, **fit_options(parallel=p, **options))
         for p in (False, True)
     ]
-    leaves = [jax.tree.leaves(eqx.filter(each.family, eqx.is_array)) for each in found]
+    leaves = [jax.tree.leaves(eqx.filter(each.family, eqx.is_array)) for each in results]
     for one, other in zip(*leaves, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
@@ -163,14 +163,14 @@ class Affine(rd.AbstractBackwardKernel):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_what_goes_row_by_row_says_so():
+def test_sequential_methods_refuse_parallel():
     model, family, ys = problem()
     key, ones = jax.random.key(0), jnp.ones((2, 1, 1))
     chain = rd.LinearGaussianChain.from_arrays(ones[:, 0], ones, ones[1:], ones[1:, 0], ones[1:])
-    drawn = rd.SampledChain(chain.laws, Affine(), chain.kernels)
+    sampled = rd.SampledChain(chain.laws, Affine(), chain.kernels)
     with pytest.raises(ValueError, match=r"Recursive has no parallel form\. Use ClosedForm"):
         rd.expectation(chain, rd.StateSum(), estimator=rd.Recursive(), parallel=True)
     with pytest.raises(ValueError, match="window=8 and parallel=True"):
         rd.Objective(window=8, parallel=True)
     with pytest.raises(TypeError, match=r"paths of a SampledChain .* Use parallel=False"):
-        rd.marginals(drawn, estimator=rd.BackwardSampling(2), key=key, parallel=True)
+        rd.marginals(sampled, estimator=rd.BackwardSampling(2), key=key, parallel=True)

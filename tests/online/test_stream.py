@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_close
+from linear_models import linear_model
 from registry import STREAMS
 
 import retrodict as rd
@@ -20,13 +22,7 @@ EVERY = pytest.mark.parametrize("name", STREAMS)
 
 @cache
 def stream(name: str) -> rd.online.AbstractStream:
-    eye = jnp.eye(1)
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), eye),
-        rd.LinearGaussianKernel(0.9 * eye, jnp.zeros(1), 0.5 * eye),
-        rd.LinearGaussianKernel(eye, jnp.zeros(1), 0.5 * eye),
-    )
-    return STREAMS[name].make(model)
+    return STREAMS[name].make(linear_model(noise=0.5, error=0.5))
 
 
 def rows(last: float = 1.7e308) -> np.ndarray:
@@ -37,18 +33,8 @@ def rows(last: float = 1.7e308) -> np.ndarray:
 
 
 @cache
-def whole(name: str) -> tuple[Any, Any]:
+def scanned(name: str) -> tuple[Any, Any]:
     return stream(name).scan(stream(name).init(KEY), rows())
-
-
-def assert_close(found: Any, expected: Any, tolerance: float) -> None:
-    def check(a: Any, b: Any) -> None:
-        if eqx.is_inexact_array(a):
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
-        else:
-            assert eqx.tree_equal(a, b)
-
-    jax.tree.map(check, found, expected)
 
 
 def read(name: str, state: Any, start: int, stop: int) -> tuple[Any, Any]:
@@ -60,7 +46,7 @@ def read(name: str, state: Any, start: int, stop: int) -> tuple[Any, Any]:
 
 @EVERY
 def test_chunks_single_rows_and_saved_states_give_the_same_rows(name: str, tmp_path: Path):
-    live, (end, out), tolerance = stream(name), whole(name), STREAMS[name].tolerance
+    live, (end, out), tolerance = stream(name), scanned(name), STREAMS[name].tolerance
     state, first = read(name, live.init(KEY), 0, 2)
     rd.save(tmp_path / "state.rd", state)
     restored = rd.load(tmp_path / "state.rd")
@@ -78,8 +64,8 @@ def test_chunks_single_rows_and_saved_states_give_the_same_rows(name: str, tmp_p
 
 
 @EVERY
-def test_rows_that_overflow_are_read_as_missing_and_reported(name: str):
-    live, (end, out) = stream(name), whole(name)
+def test_overflowing_rows_are_treated_as_missing_and_reported(name: str):
+    live, (end, out) = stream(name), scanned(name)
     assert np.flatnonzero(out.skipped).tolist() == [OVERFLOWING]
     floats = jax.tree.leaves(eqx.filter(end, eqx.is_inexact_array))
     assert not any(np.any(np.isnan(leaf)) for leaf in floats)
@@ -88,7 +74,7 @@ def test_rows_that_overflow_are_read_as_missing_and_reported(name: str):
 
 
 @EVERY
-def test_the_protocol_is_that_of_the_base(name: str):
+def test_streams_inherit_the_protocol_of_the_base_class(name: str):
     kind = type(stream(name))
     for verb in ("init", "update", "scan"):
         assert getattr(kind, verb) is getattr(rd.online.AbstractStream, verb)

@@ -1,6 +1,6 @@
-"""The command line with tables of more than 60 rows shared by processes: run by `test_mesh`.
+"""Program of `test_mesh`: the command line with tables of more than 60 rows shared by processes.
 
-Says on standard error how many rows were read, each time that some were.
+It reports each read with its number of rows on standard error.
 """
 
 import sys
@@ -9,16 +9,16 @@ from typing import Any
 from retrodict.cli import main
 from retrodict.data import Table, _shares, _table
 
-read = _shares.read
+read_table = _shares.read
 
 
-def and_say(source: Any, **layout: Any) -> Table:
-    table = read(source, **layout)
+def read_and_report(source: Any, **layout: Any) -> Table:
+    table = read_table(source, **layout)
     print(f"read {int(table.length.sum())} rows of {table.series}", file=sys.stderr)
     return table
 
 
 if __name__ == "__main__":
     _shares.MAX_LEADING_ROWS = _table.MAX_LEADING_ROWS = 60
-    _shares.read = and_say
+    _shares.read = read_and_report
     main()

@@ -1,10 +1,12 @@
-"""One process of several that fit together over loopback: run by `test_mesh`.
+"""Program of `test_mesh`: one of several processes that fit together over loopback.
 
-Arguments: coordinator, number of processes, which of them, checkpoint, a file for the parameters,
-and flags. With `share` each process holds its own series alone, in one array of all processes, with
-`shared` as `SharedSeries` of a number that does not divide, with `stored` it reads blocks of a
-store and says which ones it trained on; with `dies` the last process is killed after its second
-chunk, with `dies first` the first one is.
+Arguments: coordinator, number of processes, index of this one, checkpoint, a file for the
+parameters, and flags:
+
+- `share`: each process holds its own series, in one array of all processes;
+- `shared`: as `share`, as `SharedSeries` whose number is no multiple of the processes;
+- `stored`: each process reads blocks of a store, and prints the blocks that it trained on;
+- `dies`: the last process is killed after its second chunk; `dies first`: the first one is.
 """
 
 import os
@@ -14,8 +16,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from blocks import InBlocks
-from on_devices import fitted, series
+from compare_devices import fit_small_family, series
+from in_memory_store import InMemoryStore
 
 import retrodict as rd
 
@@ -25,31 +27,31 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
     if number > 1:
         rd.distributed.initialise(coordinator, number, index, heartbeat_seconds=10)
     ys, options, store = series(12), {}, None
-    given: Any = ys
+    data: Any = ys
     if "uneven" in flags:
-        given, options = ys[:9], {"length": np.arange(9) % 5 + 2}
+        data, options = ys[:9], {"length": np.arange(9) % 5 + 2}
     if "shared" in flags:
         mine = rd.distributed.process_slice(9)
-        given = rd.data.SharedSeries(given[mine], length=options.pop("length")[mine])
+        data = rd.data.SharedSeries(data[mine], length=options.pop("length")[mine])
     if "share" in flags:
         rows = jax.sharding.NamedSharding(
             jax.make_mesh((number,), ("batch",)), jax.sharding.PartitionSpec("batch")
         )
         share = len(ys) // number
-        own = ys[index * share : (index + 1) * share]
-        given = jax.make_array_from_process_local_data(rows, own)
+        rows_of_process = ys[index * share : (index + 1) * share]
+        data = jax.make_array_from_process_local_data(rows, rows_of_process)
     if "stored" in flags:
-        given = store = InBlocks(ys, [2] * 6)
+        data = store = InMemoryStore(ys, [2] * 6)
     doomed = {"dies": number - 1, "dies first": 0}
 
-    def tell(step: int, _: float) -> None:
+    def report_progress(step: int, _: float) -> None:
         print(f"process {index} at step {step}", flush=True)
         if step == 20 and index in [doomed.get(flag) for flag in flags]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
         options |= {"batch_size": 6, "checkpoint": checkpoint, "chunk_size": 10}
-        found = fitted(given, "all", progress=tell, **options)
+        result = fit_small_family(data, "all", progress=report_progress, **options)
     except rd.distributed.ProcessLostError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(3)  # without waiting for the lost one
@@ -58,8 +60,8 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
         often = [str(block) for block in range(6) if store.loads[block] > 1 + (block == 0)]
         print(f"process {index} has read: {' '.join(often)}", flush=True)
     if index == 0:
-        leaves = [leaf for leaf in jax.tree.leaves(found.family) if isinstance(leaf, jax.Array)]
-        np.savez(out, *leaves, history=found.history)
+        leaves = [leaf for leaf in jax.tree.leaves(result.family) if isinstance(leaf, jax.Array)]
+        np.savez(out, *leaves, history=result.history)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def refused(arguments: list[str], words: str, capsys, out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_TABLES)
-def test_bad_tables(name: str, tmp_path: Path, capsys):
+def test_bad_tables_are_refused_in_one_line(name: str, tmp_path: Path, capsys):
     text, words = BAD_TABLES[name]
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(text)
@@ -73,8 +73,8 @@ def test_bad_tables(name: str, tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("name", BAD_MODELS)
-def test_bad_models(name: str, tmp_path: Path, capsys, monkeypatch):
-    given, words = BAD_MODELS[name]
+def test_bad_models_are_refused_in_one_line(name: str, tmp_path: Path, capsys, monkeypatch):
+    reference, words = BAD_MODELS[name]
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     (tmp_path / "module_that_exits.py").write_text("import sys\nsys.exit(3)\n")
@@ -82,13 +82,13 @@ def test_bad_models(name: str, tmp_path: Path, capsys, monkeypatch):
         "import retrodict as rd\nmodel = rd.models.local_level(obs_dim=2)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    if "\n" in given or given.startswith("model:"):
-        (tmp_path / "own.toml").write_text(given)
-        given = str(tmp_path / "own.toml")
-    refused(["fit", str(source), "--model", given, "--out", str(out)], words, capsys, out)
+    if "\n" in reference or reference.startswith("model:"):
+        (tmp_path / "own.toml").write_text(reference)
+        reference = str(tmp_path / "own.toml")
+    refused(["fit", str(source), "--model", reference, "--out", str(out)], words, capsys, out)
 
 
-def test_a_missing_column_and_a_missing_file(tmp_path: Path, capsys):
+def test_missing_column_and_missing_file_are_refused(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     options = ["--model", "local_level", "--out", str(out)]
@@ -96,7 +96,7 @@ def test_a_missing_column_and_a_missing_file(tmp_path: Path, capsys):
     refused(["fit", str(tmp_path / "none.csv"), *options], "none.csv", capsys, out)
 
 
-def test_a_dry_run_says_what_was_understood(tmp_path: Path, capsys):
+def test_dry_run_prints_table_and_model(tmp_path: Path, capsys):
     source = tmp_path / "table.csv"
     source.write_text(GOOD.replace("1905,12\n", ""))
     assert command(["fit", str(source), "--model", "local_level", "--dry-run"]) == 0
@@ -130,7 +130,7 @@ def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
     refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
 
 
-def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
+def test_dry_run_refuses_the_same_arguments_as_fit(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     fit = ["fit", str(source), "--dry-run", "--model"]
@@ -152,7 +152,7 @@ def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
         refused([*fit, *arguments], words, capsys, out)
 
 
-def test_options_are_given_and_said(tmp_path: Path, capsys):
+def test_options_are_passed_and_printed(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     fit = ["fit", str(source), "--model", "seasonal"]
@@ -161,8 +161,10 @@ def test_options_are_given_and_said(tmp_path: Path, capsys):
     assert "option period: 4" in lines and "option slope: true" in lines
     assert "option harmonics: 0 (default)" in lines
     assert command([*fit, "--option", "period=4", "--dry-run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["options"]["period"] == 4 and found["model"]["model"]["options"] == {"period": 4}
+    content = json.loads(capsys.readouterr().out)
+    assert content["options"]["period"] == 4 and content["model"]["model"]["options"] == {
+        "period": 4
+    }
     for text, words in (
         ("periods=4", "not an option of seasonal.*period"),
         ("period=four", "period must be a whole number"),
@@ -185,7 +187,7 @@ def program(*arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_stream_goes_on(tmp_path: Path):
+def test_killed_stream_resumes(tmp_path: Path):
     """Killed without notice in the middle; the answers are those of a stream that was not."""
     rng = np.random.default_rng(0)
     rows = 40_000
@@ -221,13 +223,13 @@ def test_a_killed_stream_goes_on(tmp_path: Path):
     assert (tmp_path / "cut.state").exists()
     with source.open("rb") as file:
         subprocess.run(stream("cut"), stdin=file, check=True)
-    whole, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
-    assert len(whole) == rows - 200  # those of the fit are known
+    uninterrupted, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
+    assert len(uninterrupted) == rows - 200  # those of the fit are known
     assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
 @pytest.mark.slow
-def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
+def test_killed_fit_resumes_with_the_same_result(tmp_path: Path):
     """Killed up to three times, wherever it is: learning, training or at standard errors."""
     rng = np.random.default_rng(0)
     rate = np.exp(1.0 + 0.4 * np.sin(np.arange(40) / 4))
@@ -243,12 +245,12 @@ def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
     shared = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     began = time.monotonic()
     subprocess.run(fit("whole"), check=True, **shared)
-    whole = time.monotonic() - began
+    seconds = time.monotonic() - began
     kills = 0
     for share in rng.uniform(0.2, 0.8, size=3):
         process = subprocess.Popen(fit("cut"), **shared)
         try:
-            process.wait(timeout=share * whole)
+            process.wait(timeout=share * seconds)
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
             kills += 1
@@ -279,7 +281,7 @@ def test_the_period_of_a_season_follows_from_the_step(freq: str, period: int):
     assert runs.FitJob(table, "local_level", Path()).notice == ""
 
 
-def test_a_period_that_does_not_follow_is_asked_for(tmp_path: Path, capsys):
+def test_undetermined_season_period_is_asked_for(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     fit = ["fit", str(source), "--model", "seasonal"]
@@ -313,7 +315,7 @@ def own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Iterator
     sys.modules.pop("model_of_a_run", None)
 
 
-def test_a_run_imports_nothing_that_was_not_named(own_run: Path, capsys, monkeypatch):
+def test_run_imports_only_named_modules(own_run: Path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     commands = [
         ["smooth", "run", "table.csv"],

@@ -108,7 +108,7 @@ def check(name: str, log_ratio: float, num_times: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["four observations", "one observation"])
-def test_float32_on_a_short_series(name):
+def test_float32_is_accurate_on_short_series(name):
     for log_ratio in RATIOS:
         check(name, log_ratio, 500)
 
@@ -116,14 +116,14 @@ def test_float32_on_a_short_series(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("log_ratio", RATIOS)
-def test_float32_on_a_long_series(name, log_ratio):
+def test_float32_is_accurate_on_long_series(name, log_ratio):
     check(name, log_ratio, 100_000)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log_ratio", [-4, -2, 0, 2, 4])
 @pytest.mark.parametrize("name", ["four observations", "one observation"])
-def test_the_limit_of_the_parallel_form(name, log_ratio):
+def test_parallel_form_is_accurate_to_its_stated_limit(name, log_ratio):
     # Covariances are formed here, so that R/Q may span four orders either way and no more:
     # see docs/decisions/0002-gaussian-numerics.md.
     mean_error, std_error, _, _ = compare(name, log_ratio, 100_000, parallel=True)

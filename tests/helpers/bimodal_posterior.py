@@ -14,7 +14,7 @@ GRID = rd.Grid(jnp.array([-7.0]), jnp.array([7.0]), 1500)
 
 
 def model() -> rd.StateSpaceModel:
-    """A state that hardly moves, observed by its square; its prior prefers the positive side."""
+    """Return a slow random walk observed by its square, with a prior mean above zero."""
     prior = rd.Gaussian(jnp.array([0.3]), jnp.array([[2.5]]))
     transition = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.array([[0.1]]))
     emission = rd.NonlinearGaussianKernel(jnp.square, jnp.array([[1.0]]))
@@ -51,14 +51,14 @@ class GridChain(rd.AbstractBackwardChain):
 
 @cache
 def posterior(num_missing: int = 0) -> rd.GridPosterior:
-    """Smooth the observations on a grid, with rows after the last in which nothing was seen."""
+    """Smooth the observations and this many missing rows after them on a grid."""
     ys = np.concatenate([observations(), np.full((num_missing, 1), np.nan)])
     return rd.grid_smoother(model(), ys, GRID).check()
 
 
 @cache
 def smoothed() -> rd.Smoothed:
-    """Return the posterior as `rd.smooth` returns one that has to be sampled."""
+    """Return the posterior in the form of `rd.smooth` for sampled posteriors."""
     exact = posterior()
     zeros = jnp.zeros_like(exact.mean), jnp.zeros_like(exact.covariance)
     return rd.Smoothed(
@@ -75,7 +75,7 @@ def smoothed() -> rd.Smoothed:
 
 
 def tolerance(exact: rd.GridPosterior, level: float, num_draws: int) -> np.ndarray:
-    """Return how far a quantile of draws may be off: six standard errors, of shape `(time,)`.
+    """Return six standard errors of a quantile of draws, of shape `(time,)`.
 
     The quantile at level p of N draws lies between the exact ones at p ± 6 sqrt(p (1 − p) / N) but
     for a probability of 2e-9 per row.

@@ -1,7 +1,7 @@
-"""Run by `test_time_sharding.py` in a process of its own: eight simulated devices, one JSON object.
+"""Program of `test_time_sharding.py`: compare eight simulated devices with one, and print JSON.
 
-The differences are from what runs row by row; memory is that of one device, as a share of what the
-same program takes on one device alone.
+Differences are from the sequential form. Memory is that of one of eight devices, as a share of the
+memory of the same program on one device.
 """
 
 import json
@@ -22,7 +22,7 @@ LONG = 8192
 
 
 def problem(n: int, length: int) -> tuple[rd.StateSpaceModel, rd.ScanFamily, Any]:
-    """A model, a family, and a series with a gap and padding."""
+    """Return a model, a family, and a series with a gap and padding."""
     model = random_model(np.random.default_rng(0), 2, 2)
     ys = np.array(model.simulate(jax.random.key(1), n)[1])
     family = rd.ScanFamily(jax.random.key(0), 2, 2, hidden=4, depth=2, width=4)
@@ -30,14 +30,14 @@ def problem(n: int, length: int) -> tuple[rd.StateSpaceModel, rd.ScanFamily, Any
     return model, family.prepare(model, ys), jnp.asarray(ys)
 
 
-def answers(model: rd.StateSpaceModel, family: rd.ScanFamily, length: int) -> Callable[..., Any]:
-    """Exact and amortised marginals, their bounds, and gradients of both."""
+def results_of(model: rd.StateSpaceModel, family: rd.ScanFamily, length: int) -> Callable[..., Any]:
+    """Return a function of exact and amortised marginals, their bounds, and gradients of both."""
 
     def run(bias: Any, gate: Any, ys: Any, parallel: Parallel) -> dict[str, Any]:
         def exact(bias: Any) -> Any:
             moved = eqx.tree_at(lambda m: m.transition.bias, model, bias)
-            found = rd.kalman_smoother(moved, ys, length=length, parallel=parallel)
-            return found.log_evidence, found.chain.marginals(parallel=parallel)
+            posterior = rd.kalman_smoother(moved, ys, length=length, parallel=parallel)
+            return posterior.log_evidence, posterior.chain.marginals(parallel=parallel)
 
         def amortised(gate: Any) -> Any:
             moved = eqx.tree_at(lambda f: f.layers[0].gate.weight, family, gate)
@@ -55,37 +55,37 @@ def answers(model: rd.StateSpaceModel, family: rd.ScanFamily, length: int) -> Ca
 
 
 def difference(n: int, length: int) -> float:
-    """The worst difference of anything, for n rows over eight devices."""
+    """Return the largest difference between one device and eight, for n rows."""
     model, family, ys = problem(n, length)
-    run = jax.jit(answers(model, family, length), static_argnums=3)
+    run = jax.jit(results_of(model, family, length), static_argnums=3)
     arguments = (model.transition.bias, family.layers[0].gate.weight, ys)
-    found = [
+    leaves = [
         jax.tree.leaves(run(*arguments, parallel))
         for parallel in (False, rd.distributed.time_mesh())
     ]
-    return max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*found, strict=True))
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*leaves, strict=True))
 
 
 def memory() -> dict[str, float]:
-    """Bytes of one of eight devices over those of one alone, and rows of a block of the result."""
+    """Return the share of memory of one of eight devices, and the rows of its block."""
     model, family, ys = problem(LONG, LONG)
     mesh = rd.distributed.time_mesh()
 
     def exact(ys: Any, parallel: Parallel) -> Any:
-        found = rd.kalman_smoother(model, ys, mask=True, parallel=parallel)
-        return found.chain.marginals(parallel=parallel).mean
+        result = rd.kalman_smoother(model, ys, mask=True, parallel=parallel)
+        return result.chain.marginals(parallel=parallel).mean
 
     def amortised(ys: Any, parallel: Parallel) -> Any:
         return family.infer(ys, mask=True, parallel=parallel).marginals(parallel=parallel).mean
 
-    found = {}
+    result = {}
     for name, smooth in {"exact": exact, "amortised": amortised}.items():
         programs = [jax.jit(smooth, static_argnums=1).lower(ys, p).compile() for p in (True, mesh)]
         one, eight = (_temporary_bytes(program) for program in programs)
         means = programs[1](jax.device_put(ys, programs[1].input_shardings[0][0]))
-        found[name] = eight / one
-        found[f"{name}, rows of a block"] = means.addressable_shards[0].data.shape[0]
-    return found
+        result[name] = eight / one
+        result[f"{name}, rows of a block"] = means.addressable_shards[0].data.shape[0]
+    return result
 
 
 def _temporary_bytes(program: Any) -> int:

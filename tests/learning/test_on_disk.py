@@ -5,7 +5,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xarray as xr
-from blocks import InBlocks
+from assertions import arrays_equal
 from fit_options import fit_options
+from in_memory_store import InMemoryStore
+from linear_models import linear_model
 
 import retrodict as rd
 from retrodict import data
@@ -33,54 +34,56 @@ STORED_BYTES = N * 8 + N + 8
 
 
 @pytest.fixture
-def store() -> InBlocks:
+def store() -> InMemoryStore:
     """Series that say which one they are."""
     ys = np.broadcast_to(np.arange(1.0, COUNT + 1)[:, None, None], (COUNT, N, 1))
-    return InBlocks(np.array(ys), SIZES)
+    return InMemoryStore(np.array(ys), SIZES)
 
 
 def series_read(loader: StoredLoader, first: int, count: int) -> np.ndarray:
     """The numbers of the series of some steps, from 0."""
     batches = loader.load(first, count, first + count)
-    drawn = [batches.minibatch(KEY, jnp.asarray(step)) for step in range(first, first + count)]
-    return np.stack([np.asarray(batch.series.ys[:, 0, 0]) for batch in drawn]).astype(int) - 1
+    minibatches = [
+        batches.minibatch(KEY, jnp.asarray(step)) for step in range(first, first + count)
+    ]
+    return np.stack([np.asarray(batch.series.ys[:, 0, 0]) for batch in minibatches]).astype(int) - 1
 
 
 @pytest.mark.parametrize(("batch_size", "lanes"), [(4, 4), (6, 3), (7, 1), (23, 1)])
-def test_every_series_comes_once_an_epoch_and_each_batch_has_its_share_of_each_lane(
-    store: InBlocks, batch_size: int, lanes: int
+def test_epochs_visit_each_series_once_and_batches_are_balanced(
+    store: InMemoryStore, batch_size: int, lanes: int
 ):
     stream = StoredLoader(store, KEY, batch_size, 100)
     assert stream.order.lanes == lanes
     steps = 2 * COUNT
-    found = series_read(stream, 0, steps).reshape(steps, lanes, -1)
+    indices = series_read(stream, 0, steps).reshape(steps, lanes, -1)
     stream.close()
     bounds = [lane * COUNT // lanes for lane in range(lanes + 1)]
     epochs = []
     for lane, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        own = found[:, lane].ravel()
+        in_lane = indices[:, lane].ravel()
         size = last - first
-        epochs += [own[i : i + size].tolist() for i in range(0, len(own) - size + 1, size)]
-        for epoch in epochs[-(len(own) // size) :]:
+        epochs += [in_lane[i : i + size].tolist() for i in range(0, len(in_lane) - size + 1, size)]
+        for epoch in epochs[-(len(in_lane) // size) :]:
             assert sorted(epoch) == list(range(first, last))
     assert any(one != other for one, other in zip(epochs[:-1], epochs[1:], strict=True))
 
 
-def test_what_a_step_sees_depends_on_key_and_step_alone(store: InBlocks):
+def test_minibatch_depends_only_on_key_and_step(store: InMemoryStore):
     stream = StoredLoader(store, KEY, 6, 100)
-    whole = series_read(stream, 0, 12)
+    all_steps = series_read(stream, 0, 12)
     pieces = [
         series_read(stream, first, count) for first, count in ((0, 4), (4, 4), (8, 4), (5, 7))
     ]
     stream.close()
-    np.testing.assert_array_equal(np.concatenate(pieces[:3]), whole)
-    np.testing.assert_array_equal(pieces[3], whole[5:])
+    np.testing.assert_array_equal(np.concatenate(pieces[:3]), all_steps)
+    np.testing.assert_array_equal(pieces[3], all_steps[5:])
     other = StoredLoader(store, jax.random.key(2), 6, 100)
-    assert not np.array_equal(series_read(other, 0, 12), whole)
+    assert not np.array_equal(series_read(other, 0, 12), all_steps)
     other.close()
 
 
-def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InBlocks):
+def test_each_lane_reads_a_block_once_per_pass(store: InMemoryStore):
     """Twelve steps of one lane of 23 series, six at a time: three passes and a bit, ahead."""
     stream = StoredLoader(store, KEY, 7, 100)
     store.loads.clear()
@@ -91,7 +94,7 @@ def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InBlocks):
     assert max(store.loads.values()) <= passes
 
 
-def test_a_chunk_that_is_not_a_multiple_of_its_parts_is_read_ahead(
+def test_uneven_chunk_is_prefetched_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Chunks of ten steps, four at a time: each part is asked for once, and none beyond the end."""
@@ -104,12 +107,14 @@ def test_a_chunk_that_is_not_a_multiple_of_its_parts_is_read_ahead(
 
     monkeypatch.setattr(StoredLoader, "_read", note)
     monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", 6 * 4 * STORED_BYTES)
-    store = InBlocks(walks(), SIZES, lengths())
+    store = InMemoryStore(walks(), SIZES, lengths())
     fit(store, num_steps=15, chunk_size=10, optimiser=STILL)
     assert asked == [(0, 4), (4, 4), (8, 4), (10, 4), (14, 4)]
 
 
-def test_what_goes_wrong_while_batches_are_read_is_said_when_they_are_asked_for(store: InBlocks):
+def test_errors_of_prefetched_batches_are_raised_when_they_are_used(
+    store: InMemoryStore,
+):
     stream = StoredLoader(store, KEY, 7, 100)
     stream.load(0, 1, 1)
 
@@ -124,7 +129,7 @@ def test_what_goes_wrong_while_batches_are_read_is_said_when_they_are_asked_for(
     assert not [t for t in threading.enumerate() if t.name.startswith("retrodict-batches")]
 
 
-def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBlocks):
+def test_batches_use_the_caller_float_type(store: InMemoryStore):
     """Settings of JAX may hold for one thread, and another one reads."""
     for double in (False, True):
         with jax.enable_x64(double):
@@ -135,9 +140,7 @@ def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBl
         assert kinds == {("float64", "int64") if double else ("float32", "int32")}
 
 
-def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
-    store: InBlocks, monkeypatch: pytest.MonkeyPatch
-):
+def test_large_chunks_are_read_in_parts(store: InMemoryStore, monkeypatch: pytest.MonkeyPatch):
     for most, steps in ((2**26, 100), (6 * N * 8 * 30, 25), (1, 1)):
         monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", most)
         with closing(StoredLoader(store, KEY, 6, 100)) as loader:
@@ -145,11 +148,7 @@ def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
 
 
 def model() -> rd.StateSpaceModel:
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.4 * jnp.eye(1)),
-    )
+    return linear_model(weight=0.8, noise=0.5, error=0.4)
 
 
 def lengths() -> np.ndarray:
@@ -157,8 +156,8 @@ def lengths() -> np.ndarray:
 
 
 def fit(ys: Any, **options: Any) -> rd.FitResult:
-    given = {"num_steps": 12, "chunk_size": 4, "batch_size": 6, "progress": False, **options}
-    return rd.fit(KEY, rd.KalmanFamily(model()), model(), ys, **fit_options(**given))
+    arguments = {"num_steps": 12, "chunk_size": 4, "batch_size": 6, "progress": False, **options}
+    return rd.fit(KEY, rd.KalmanFamily(model()), model(), ys, **fit_options(**arguments))
 
 
 def walks() -> np.ndarray:
@@ -166,19 +165,19 @@ def walks() -> np.ndarray:
     return np.array(jax.vmap(lambda key: model().simulate(key, N)[1])(keys))
 
 
-def test_a_fit_from_a_store_sees_the_series_of_the_order_and_no_padding(
+def test_fit_from_store_sees_series_in_order_without_padding(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """With steps of zero the history is the ELBO of the batches, computed here one by one."""
     ys, rows = walks(), lengths()
-    store = InBlocks(ys, SIZES, rows)
+    store = InMemoryStore(ys, SIZES, rows)
     monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", 6 * 4 * STORED_BYTES)  # several parts of a chunk
     result = fit(store, num_steps=15, chunk_size=10, optimiser=STILL)
     family = rd.KalmanFamily(model()).prepare(model(), ys, length=rows)
     each = jax.vmap(
         lambda y, n: rd.elbo(model(), family.infer(y, mask=True, length=n), y, length=n)
     )(ys, rows)
-    numbers = InBlocks(np.arange(1.0, COUNT + 1)[:, None, None], SIZES)
+    numbers = InMemoryStore(np.arange(1.0, COUNT + 1)[:, None, None], SIZES)
     stream = StoredLoader(numbers, KEY, 6, 100)
     batches = series_read(stream, 0, 15)
     stream.close()
@@ -186,31 +185,26 @@ def test_a_fit_from_a_store_sees_the_series_of_the_order_and_no_padding(
     np.testing.assert_allclose(result.history, expected, rtol=1e-10)
 
 
-def same(one: Any, other: Any) -> bool:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs if eqx.is_array(a))
-
-
 @pytest.mark.slow
-def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
+def test_killed_fit_from_store_resumes_bit_for_bit(tmp_path: Path):
     ys, path = walks(), tmp_path / "fit.rd"
-    whole = fit(InBlocks(ys, SIZES), learn="both")
+    uninterrupted = fit(InMemoryStore(ys, SIZES), learn="both")
 
     def die(step: int, _: float) -> None:
         if step == 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(InBlocks(ys, SIZES), learn="both", checkpoint=path, progress=die)
-    resumed = fit(InBlocks(ys, SIZES), learn="both", checkpoint=path)
-    assert same(resumed.model, whole.model)
-    assert np.array_equal(resumed.history, whole.history)
-    for other in (InBlocks(ys + 1.0, SIZES), InBlocks(ys, SIZES[::-1])):
+        fit(InMemoryStore(ys, SIZES), learn="both", checkpoint=path, progress=die)
+    resumed = fit(InMemoryStore(ys, SIZES), learn="both", checkpoint=path)
+    assert arrays_equal(resumed.model, uninterrupted.model)
+    assert np.array_equal(resumed.history, uninterrupted.history)
+    for other in (InMemoryStore(ys + 1.0, SIZES), InMemoryStore(ys, SIZES[::-1])):
         with pytest.raises(ValueError, match="other data"):
             fit(other, learn="both", checkpoint=path)
 
 
-def test_what_a_store_has_itself_is_not_given_too(store: InBlocks):
+def test_store_refuses_separate_mask_and_length(store: InMemoryStore):
     with pytest.raises(ValueError, match="leave out `length`"):
         fit(store, length=np.full(COUNT, N))
 
@@ -237,37 +231,37 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrodict.data._stored.BLOCK_ROWS", 60)
 
 
-def assert_reads_as(found: data.StoredSeries, whole: data.Table) -> None:
-    tables = list(found.tables())
-    assert len(tables) == len(found.block_sizes) > 3
-    rows = whole.ys.shape[1]
-    assert found.num_times == rows and found.num_rows == int(whole.length.sum())
+def assert_reads_as(store: data.StoredSeries, full_table: data.Table) -> None:
+    tables = list(store.tables())
+    assert len(tables) == len(store.block_sizes) > 3
+    rows = full_table.ys.shape[1]
+    assert store.num_times == rows and store.num_rows == int(full_table.length.sum())
     for name in ("ys", "mask", "length"):
         joined = np.concatenate([getattr(table, name) for table in tables])
-        np.testing.assert_array_equal(joined, getattr(whole, name))
-    assert tuple(name for table in tables for name in table.series or ()) == whole.series
-    loaded = found.load(1)
+        np.testing.assert_array_equal(joined, getattr(full_table, name))
+    assert tuple(name for table in tables for name in table.series or ()) == full_table.series
+    loaded = store.load(1)
     assert loaded["ys"] is not None and np.isfinite(loaded["ys"]).all()
-    assert loaded["ys"].shape == (found.block_sizes[1], rows, 2)
+    assert loaded["ys"].shape == (store.block_sizes[1], rows, 2)
 
 
 @pytest.mark.parametrize("row_group_size", [1, 17, 100, 10_000])
-def test_a_parquet_file_in_blocks_reads_as_the_whole(
+def test_parquet_blocks_equal_whole_file(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None, row_group_size: int
 ):
     path = tmp_path / "series.parquet"
     frame.to_parquet(path, row_group_size=row_group_size)
-    found = data.open_series(path, series="who", progress=False)
-    whole = data.read(frame, series="who")
+    store = data.open_series(path, series="who", progress=False)
+    table = data.read(frame, series="who")
     if row_group_size == 10_000:
-        assert found.block_sizes == (40,)
+        assert store.block_sizes == (40,)
     else:
-        assert_reads_as(found, whole)
-    assert found.digest() != data.open_series(path, series="who", columns="a").digest()
-    assert "40 series" in repr(found) and "step 1D" in "\n".join(found.described())
+        assert_reads_as(store, table)
+    assert store.digest() != data.open_series(path, series="who", columns="a").digest()
+    assert "40 series" in repr(store) and "step 1D" in "\n".join(store.described())
 
 
-def test_a_netcdf_file_in_blocks_reads_as_the_whole(tmp_path: Path, small_blocks: None):
+def test_netcdf_blocks_equal_whole_file(tmp_path: Path, small_blocks: None):
     rng = np.random.default_rng(4)
     values = rng.normal(size=(30, 12, 2))
     values[3, 8:] = values[7, :3] = values[9, 4] = np.nan
@@ -275,27 +269,25 @@ def test_a_netcdf_file_in_blocks_reads_as_the_whole(tmp_path: Path, small_blocks
     dataset = xr.Dataset(dims, {"day": np.arange(12.0)})
     path = tmp_path / "series.nc"
     dataset.to_netcdf(path, engine="h5netcdf")
-    found = data.open_series(path, series="who", time="day", progress=False)
-    whole = data.read(dataset.assign_coords(who=np.arange(30)), series="who", time="day")
-    assert_reads_as(found, whole)
+    store = data.open_series(path, series="who", time="day", progress=False)
+    table = data.read(dataset.assign_coords(who=np.arange(30)), series="who", time="day")
+    assert_reads_as(store, table)
 
 
 @pytest.mark.parametrize("empty", [slice(0, 11), slice(14, 30)])
-def test_blocks_of_a_netcdf_file_in_which_nothing_was_observed_are_passed_over(
-    tmp_path: Path, small_blocks: None, empty: slice
-):
+def test_unobserved_netcdf_blocks_are_skipped(tmp_path: Path, small_blocks: None, empty: slice):
     values = np.random.default_rng(5).normal(size=(30, 12))
     values[empty] = np.nan
     dataset = xr.Dataset({"a": (("who", "time"), values)}, {"who": np.arange(30)})
     dataset.to_netcdf(tmp_path / "series.nc", engine="h5netcdf")
-    found = data.open_series(tmp_path / "series.nc", series="who", progress=False)
-    whole = data.read(dataset, series="who")
-    tables = list(found.tables())
-    assert found.num_series == whole.num_series == 30 - len(range(*empty.indices(30)))
-    np.testing.assert_array_equal(np.concatenate([table.ys for table in tables]), whole.ys)
+    store = data.open_series(tmp_path / "series.nc", series="who", progress=False)
+    full_table = data.read(dataset, series="who")
+    tables = list(store.tables())
+    assert store.num_series == full_table.num_series == 30 - len(range(*empty.indices(30)))
+    np.testing.assert_array_equal(np.concatenate([table.ys for table in tables]), full_table.ys)
 
 
-def test_files_without_a_time_whose_rows_are_numbered_on_are_read_alike(
+def test_parquet_parts_with_continued_index_equal_whole_file(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None
 ):
     """A part of a frame is written with the numbers that its rows had."""
@@ -304,12 +296,12 @@ def test_files_without_a_time_whose_rows_are_numbered_on_are_read_alike(
     paths = [tmp_path / f"{part}.parquet" for part in "ab"]
     frame.iloc[:half].to_parquet(paths[0], row_group_size=20)
     frame.iloc[half:].to_parquet(paths[1])
-    found = data.open_series(paths, series="who", progress=False)
-    assert_reads_as(found, data.read(frame, series="who"))
+    store = data.open_series(paths, series="who", progress=False)
+    assert_reads_as(store, data.read(frame, series="who"))
 
 
 @pytest.mark.parametrize("how", ["category", "several", "index", "input too", "empty groups"])
-def test_parquet_files_of_other_kinds_read_as_the_whole(
+def test_other_parquet_layouts_equal_whole_file(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None, how: str
 ):
     options: dict[str, Any] = {"series": "who"}
@@ -324,7 +316,7 @@ def test_parquet_files_of_other_kinds_read_as_the_whole(
     elif how == "input too":
         frame["b"] = np.arange(1.0, len(frame) + 1)
         options |= {"time": "day", "columns": ["a", "b"], "inputs": "b", "freq": "irregular"}
-    whole, path = data.read(frame, **options), tmp_path / "series.parquet"
+    table, path = data.read(frame, **options), tmp_path / "series.parquet"
     if how == "empty groups":
         rows = pa.Table.from_pandas(frame)
         with pq.ParquetWriter(path, rows.schema) as writer:
@@ -333,35 +325,35 @@ def test_parquet_files_of_other_kinds_read_as_the_whole(
                 writer.write_table(rows.slice(first, 17))
     else:
         frame.to_parquet(path, row_group_size=17)
-    assert_reads_as(data.open_series(path, progress=False, **options), whole)
+    assert_reads_as(data.open_series(path, progress=False, **options), table)
 
 
-def test_several_files_are_one_set_of_series(
+def test_several_files_form_one_set_of_series(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None
 ):
     paths = [tmp_path / f"{part}.parquet" for part in "ab"]
     early = frame["who"] < "s20"
     for path, rows in zip(paths, (early, ~early), strict=True):
         frame[rows].to_parquet(path, row_group_size=20)
-    found = data.open_series(paths, series="who", progress=False)
-    assert_reads_as(found, data.read(frame, series="who"))
+    store = data.open_series(paths, series="who", progress=False)
+    assert_reads_as(store, data.read(frame, series="who"))
 
 
 @pytest.mark.slow
-def test_a_fit_from_a_file_is_that_of_its_arrays(frame: pd.DataFrame, tmp_path: Path):
+def test_fit_from_file_equals_fit_from_arrays(frame: pd.DataFrame, tmp_path: Path):
     """One block, so that a store of the arrays has the same order."""
     path = tmp_path / "series.parquet"
     frame.to_parquet(path)
-    found = data.open_series(path, series="who", columns="a", progress=False)
+    store = data.open_series(path, series="who", columns="a", progress=False)
     table = data.read(frame, series="who", columns="a")
 
-    class Arrays(InBlocks):
+    class Arrays(InMemoryStore):
         def load(self, block: int) -> dict[str, np.ndarray | None]:
             return {**super().load(block), "mask": table.mask}
 
     arrays = Arrays(np.where(table.mask, table.ys, 0.0), [40], table.length)
-    one, other = fit(found, learn="both"), fit(arrays, learn="both")
-    assert same(one.model, other.model)
+    one, other = fit(store, learn="both"), fit(arrays, learn="both")
+    assert arrays_equal(one.model, other.model)
     assert np.array_equal(one.history, other.history)
 
 
@@ -410,7 +402,7 @@ def test_broken_files_are_refused_before_a_fit_begins(
         data.open_series(path, progress=False, **options)
 
 
-def test_what_is_no_file_of_series_is_refused(tmp_path: Path):
+def test_non_series_files_are_refused(tmp_path: Path):
     with pytest.raises(data.DataError, match="no such file"):
         data.open_series(tmp_path / "gone.parquet", series="who")
     (tmp_path / "folder.nc").mkdir()

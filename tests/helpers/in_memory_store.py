@@ -1,4 +1,4 @@
-"""A store of series that are in memory after all, and what was read of it."""
+"""A store of series that holds arrays in memory and counts reads of its blocks."""
 
 import hashlib
 from collections import Counter
@@ -8,11 +8,11 @@ import numpy as np
 import retrodict as rd
 
 
-class InBlocks(rd.data.AbstractSeriesStore):
-    """Arrays cut into blocks.
+class InMemoryStore(rd.data.AbstractSeriesStore):
+    """A store whose blocks are slices of arrays.
 
     Attributes:
-        loads: how often each block was read.
+        loads: number of reads of each block.
     """
 
     def __init__(self, ys: np.ndarray, sizes: list[int], length: np.ndarray | None = None) -> None:
@@ -28,8 +28,8 @@ class InBlocks(rd.data.AbstractSeriesStore):
         length = None if self._length is None else self._length[rows]
         mask = None
         if length is not None:
-            seen = np.arange(self.num_times)[None, :, None] < length[:, None, None]
-            mask = np.broadcast_to(seen, self._ys[rows].shape)
+            observed = np.arange(self.num_times)[None, :, None] < length[:, None, None]
+            mask = np.broadcast_to(observed, self._ys[rows].shape)
         return {"ys": self._ys[rows], "mask": mask, "inputs": None, "length": length}
 
     def digest(self) -> str:

@@ -109,7 +109,7 @@ def learned_arrays(place: Path) -> list[np.ndarray]:
     ]
 
 
-def test_without_steps_a_stream_is_answered_as_if_nothing_were_learned(exact, lines, tmp_path):
+def test_zero_learning_rate_equals_plain_stream(exact, lines, tmp_path):
     frozen, still = tmp_path / "frozen.csv", tmp_path / "still.csv"
     runs.stream(exact, source_of(lines[:300]), frozen, lag=LAG, flush=True, after="prior")
     learning = runs.Learning("model", rate=0.0)
@@ -121,21 +121,21 @@ def test_without_steps_a_stream_is_answered_as_if_nothing_were_learned(exact, li
     np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
-def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
-    told: list[runs.Learned] = []
+def test_learned_model_becomes_a_run(exact, lines, tmp_path):
+    updates: list[runs.Learned] = []
     learning = runs.Learning(
         "both",
         rate=0.01,
         history=tmp_path / "history.csv",
         figure=tmp_path / "history.png",
         save_run=tmp_path / "new",
-        progress=told.append,
+        progress=updates.append,
     )
     out = io.BytesIO()
     assert (
         runs.stream(exact, source_of(lines), out, lag=LAG, learning=learning, after="prior") == 1500
     )
-    last = told[-1]
+    last = updates[-1]
     assert (last.rows, last.skipped) == (1500, 0)
     assert last.start == {f"{name}[flow]": pytest.approx(value) for name, value in START.items()}
     for name, value in TRUTH.items():
@@ -148,8 +148,8 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
 
     new = runs.open_run(tmp_path / "new")
-    found = new.record["results"]["parameters"]
-    assert {name: line["value"] for name, line in found.items() if line["learned"]} == last.now
+    parameters = new.record["results"]["parameters"]
+    assert {name: line["value"] for name, line in parameters.items() if line["learned"]} == last.now
     # Rows at the end are answered as the new run smooths them.
     table = data.read(pd.read_csv(source_of([lines[0], *lines[-200:]])), **new.layout)
     smoothed = runs.smooth(new, table)
@@ -161,7 +161,7 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
         runs.stream(exact, source_of([]), io.BytesIO(), lag=LAG, learning=learning, after="prior")
 
 
-def test_a_stream_that_was_cut_learns_the_same_to_the_last_bit(exact, lines, tmp_path, monkeypatch):
+def test_interrupted_learning_resumes_bit_for_bit(exact, lines, tmp_path, monkeypatch):
     """However rows arrive, and wherever it is interrupted."""
     lines = [*lines[:150], b"2049,\n", *lines[155:400]]  # nothing seen, and rows that are missing
 
@@ -193,32 +193,32 @@ def test_a_stream_that_was_cut_learns_the_same_to_the_last_bit(exact, lines, tmp
         np.testing.assert_array_equal(one, other)
 
 
-def test_bursts_leave_no_trace_that_is_not_finite(exact, lines, tmp_path):
+def test_outlier_bursts_leave_results_finite(exact, lines, tmp_path):
     ys = np.array([float(line.split(b",")[1]) for line in lines[1:]])
     ys[300:330] = np.nan
     ys[500:505] = 1e6 * (-1.0) ** np.arange(5)
-    told: list[runs.Learned] = []
+    updates: list[runs.Learned] = []
     out = io.BytesIO()
-    learning = runs.Learning("model", 0.01, progress=told.append)
+    learning = runs.Learning("model", 0.01, progress=updates.append)
     runs.stream(exact, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     assert len(answers) == 1500
     assert np.all(np.isfinite(answers.iloc[LAG:]))
     for name, value in TRUTH.items():
-        assert told[-1].now[f"{name}[flow]"] == pytest.approx(value, rel=0.3)
-    assert -6.3 < told[-1].elbo < -6.0
+        assert updates[-1].now[f"{name}[flow]"] == pytest.approx(value, rel=0.3)
+    assert -6.3 < updates[-1].elbo < -6.0
 
 
-def test_rows_of_which_nothing_finite_follows_are_counted(lines, tmp_path):
+def test_overflowing_rows_are_counted_as_skipped(lines, tmp_path):
     tiny = local_level(level_scale=1e-6, obs_scale=1e-6)
     run = written_run(tmp_path / "tiny", tiny, None, "local_level")
     ys = np.full(30, 1000.0)
     ys[10:12] = 1e150  # whose squares overflow in units of the noise
-    told: list[runs.Learned] = []
-    out, learning = io.BytesIO(), runs.Learning("model", 0.01, progress=told.append)
+    updates: list[runs.Learned] = []
+    out, learning = io.BytesIO(), runs.Learning("model", 0.01, progress=updates.append)
     runs.stream(run, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
-    assert told[-1].skipped == 2 and np.isfinite(told[-1].elbo)
+    assert updates[-1].skipped == 2 and np.isfinite(updates[-1].elbo)
     # They are answered as rows in which nothing was seen.
     np.testing.assert_allclose(answers["level_mean"], 1000.0)
     assert np.all(answers["level_std"][10:12] > answers["level_std"][9])
@@ -253,7 +253,7 @@ def test_bad_options_are_refused_in_one_line(name, exact, monkeypatch, tmp_path,
     assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
 
 
-def test_the_state_of_another_learning_is_refused(exact, lines, tmp_path):
+def test_state_of_another_learner_is_refused(exact, lines, tmp_path):
     place = tmp_path / "state"
 
     def go(learning: runs.Learning | None) -> None:
@@ -268,7 +268,7 @@ def test_the_state_of_another_learning_is_refused(exact, lines, tmp_path):
             go(other)
 
 
-def test_a_file_of_something_else_is_not_touched(exact, lines, tmp_path):
+def test_foreign_file_is_not_touched(exact, lines, tmp_path):
     letter = tmp_path / "letter.txt"
     letter.write_text("dear")
     learning = runs.Learning("model", 0.01, history=letter)
@@ -286,7 +286,7 @@ def test_a_file_of_something_else_is_not_touched(exact, lines, tmp_path):
     assert letter.read_text() == "dear"
 
 
-def test_an_input_that_cannot_be_read_leaves_nothing_in_the_way(exact, lines, tmp_path):
+def test_unreadable_input_leaves_no_files(exact, lines, tmp_path):
     history, figure, out = (tmp_path / name for name in ("h.csv", "f.png", "out.csv"))
     learning = runs.Learning("model", 0.01, history=history, figure=figure)
     with pytest.raises(data.DataError, match="flow"):
@@ -298,7 +298,7 @@ def test_an_input_that_cannot_be_read_leaves_nothing_in_the_way(exact, lines, tm
     assert not figure.exists()
 
 
-def test_a_history_may_begin_later(exact, lines, tmp_path):
+def test_history_may_start_later(exact, lines, tmp_path):
     state, history = tmp_path / "state", tmp_path / "history.csv"
     for upto, place in ((5, None), (60, history)):
         learning = runs.Learning("model", 0.01, history=place, history_every=20)
@@ -322,7 +322,7 @@ def test_a_history_of_an_earlier_version_is_drawn_and_replaced(exact, lines, tmp
     assert list(pd.read_csv(history))[2] == "elbo_per_row"
 
 
-def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, capsys):
+def test_command_prints_learned_parameters(exact, lines, tmp_path, monkeypatch, capsys):
     def go(*options: str, rows: list[bytes]) -> str:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source_of(rows)))
         learn = ["--from-prior", "--learn", "model", "--rate", "0.01", "--lag", str(LAG)]
@@ -339,21 +339,21 @@ def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_what_is_learned_is_told(terminal: bool):
+def test_progress_callback_receives_learned_values(terminal: bool):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=80, color_system=None)
     start, now = {"a": 2.0, "b": 0.0}, {"a": 3.0, "b": -0.5}
-    with LearningDisplay(console) as told:
-        told(runs.Learned(1000, 0, -1.25, start, start))
+    with LearningDisplay(console) as display:
+        display(runs.Learned(1000, 0, -1.25, start, start))
         assert bool(text.getvalue()) == terminal
-        told(runs.Learned(2000, 3, -1.0, start, now))
+        display(runs.Learned(2000, 3, -1.0, start, now))
     last = text.getvalue()
     assert "2,000 rows (3 skipped); ELBO -1.0000 nats per observed row" in last
     for words in ("+50.0%", "-0.5") if terminal else ("a 3, b -0.5",):
         assert words in last
 
 
-def test_scales_that_were_plain_are_plain_in_the_new_run():
+def test_unwrapped_scales_stay_unwrapped_in_new_run():
     eye = jnp.eye(1)
     plain = rd.StateSpaceModel(
         prior=rd.Gaussian(jnp.zeros(1), eye),
@@ -363,13 +363,13 @@ def test_scales_that_were_plain_are_plain_in_the_new_run():
     learner = rd.online.OnlineLearner(None, plain, rd.online.KalmanScore())
     learned = learner.model(learner.init(jax.random.key(0)))
     learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
-    found = _run.with_structure_of(plain, learned)
-    assert jax.tree.structure(found) == jax.tree.structure(plain)
-    np.testing.assert_allclose(found.transition.scale_tril.std, 3.0)
+    rebuilt = _run.with_structure_of(plain, learned)
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(plain)
+    np.testing.assert_allclose(rebuilt.transition.scale_tril.std, 3.0)
 
 
 @pytest.mark.slow
-def test_irregular_times_are_learned_from(tmp_path):
+def test_learning_handles_irregular_times(tmp_path):
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.exponential(size=300))
     frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=300))})
@@ -389,7 +389,7 @@ def test_irregular_times_are_learned_from(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recurrent", "mixture", "nonlinear"])
-def test_families_are_learned(kind: str, tmp_path: Path, monkeypatch):
+def test_families_are_learned_from_a_stream(kind: str, tmp_path: Path, monkeypatch):
     """At rest it is the frozen stream; cut into pieces it learns the same; it becomes a run."""
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     ys = np.asarray(model.simulate(jax.random.key(0), 700)[1])
@@ -411,19 +411,19 @@ def test_families_are_learned(kind: str, tmp_path: Path, monkeypatch):
     still = go("still", source_of(lines[:100]), runs.Learning("both", 0.0, window=2))
     np.testing.assert_allclose(frozen, still, rtol=1e-8)
 
-    told: list[runs.Learned] = []
+    updates: list[runs.Learned] = []
     history, save_run = tmp_path / "history.csv", tmp_path / "new"
-    whole = runs.Learning(
-        "both", 0.01, window=2, history=history, save_run=save_run, progress=told.append
+    options = runs.Learning(
+        "both", 0.01, window=2, history=history, save_run=save_run, progress=updates.append
     )
-    go("whole", source_of(lines), whole)
+    go("whole", source_of(lines), options)
     first = pd.read_csv(history)
     assert first["elbo_per_row"].iloc[-1] > first["elbo_per_row"].iloc[0]
-    assert first["family_moved"].iloc[-1] > 0 and told[-1].skipped == 0
+    assert first["family_moved"].iloc[-1] > 0 and updates[-1].skipped == 0
     new = runs.open_run(save_run)
     assert isinstance(new.family, make)
-    found = runs.smooth(new, data.read(pd.read_csv(source_of(lines[:60])), **new.layout))
-    assert np.all(np.isfinite(found.mean))
+    smoothed = runs.smooth(new, data.read(pd.read_csv(source_of(lines[:60])), **new.layout))
+    assert np.all(np.isfinite(smoothed.mean))
 
     cut = runs.Learning("both", 0.01, window=2)
     monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 0.0)
@@ -434,7 +434,7 @@ def test_families_are_learned(kind: str, tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_stream_learns_the_same(exact, tmp_path: Path):
+def test_killed_stream_learns_the_same_parameters(exact, tmp_path: Path):
     """Killed without notice in the middle: answers, history and parameters are the same."""
     ys = local_level(**TRUTH).simulate(jax.random.key(1), 20_000)[1]
     lines = rows_of(np.asarray(ys)[:, 0])
@@ -481,12 +481,12 @@ def level_after(ys: np.ndarray, times: np.ndarray, level_scale: float, obs_scale
         obs_scale: of the noise.
     """
     walk = 100.0**2 + level_scale**2 * np.minimum.outer(times - times[0], times - times[0])
-    seen = ~np.isnan(ys)
-    joint = walk[np.ix_(seen, seen)] + obs_scale**2 * np.eye(seen.sum())
-    gain = np.linalg.solve(joint, walk[seen, -1])
-    mean = 1000.0 + gain @ (ys[seen] - 1000.0)
-    density = stats.multivariate_normal(np.full(seen.sum(), 1000.0), joint).logpdf(ys[seen])
-    return mean, np.sqrt(walk[-1, -1] - gain @ walk[seen, -1]), density
+    observed = ~np.isnan(ys)
+    joint = walk[np.ix_(observed, observed)] + obs_scale**2 * np.eye(observed.sum())
+    gain = np.linalg.solve(joint, walk[observed, -1])
+    mean = 1000.0 + gain @ (ys[observed] - 1000.0)
+    density = stats.multivariate_normal(np.full(observed.sum(), 1000.0), joint).logpdf(ys[observed])
+    return mean, np.sqrt(walk[-1, -1] - gain @ walk[observed, -1]), density
 
 
 @pytest.fixture
@@ -497,10 +497,10 @@ def fitted(tmp_path: Path, lines: list[bytes]) -> runs.Run:
 
 
 @pytest.mark.parametrize("rate", [None, 0.0, 0.01])
-def test_a_stream_goes_on_after_the_fit(fitted, lines, tmp_path, rate: float | None):
+def test_stream_continues_after_the_fit(fitted, lines, tmp_path, rate: float | None):
     """The first row after the fit, across a gap, against the joint law of all rows."""
-    told: list[runs.Learned] = []
-    learning = None if rate is None else runs.Learning("model", rate, progress=told.append)
+    updates: list[runs.Learned] = []
+    learning = None if rate is None else runs.Learning("model", rate, progress=updates.append)
     out, said = io.BytesIO(), []
     new = [lines[0], *lines[31:41], lines[44]]  # rows that are known, a gap, and a row
     count = runs.stream(
@@ -520,31 +520,31 @@ def test_a_stream_goes_on_after_the_fit(fitted, lines, tmp_path, rate: float | N
         np.testing.assert_allclose(answers["level_std"][k - 40], std, rtol=1e-9)
     if learning is not None:  # what the rows that were known add is not counted
         before = level_after(ys[:40], np.arange(40), **START)[2]
-        np.testing.assert_allclose(told[-1].elbo, after - before, rtol=1e-9)
-        assert told[-1].rows == 4
-        moved = told[-1].now["obs_scale[flow]"] != told[-1].start["obs_scale[flow]"]
+        np.testing.assert_allclose(updates[-1].elbo, after - before, rtol=1e-9)
+        assert updates[-1].rows == 4
+        moved = updates[-1].now["obs_scale[flow]"] != updates[-1].start["obs_scale[flow]"]
         assert moved == (rate == 0.01)
 
 
 @pytest.mark.parametrize("learn", [False, True])
-def test_a_stream_after_the_fit_is_as_one_of_all_rows(fitted, lines, tmp_path, learn: bool):
+def test_stream_after_fit_equals_stream_of_all_rows(fitted, lines, tmp_path, learn: bool):
     """Cut anywhere, it gives the lines of a stream from the prior that has read the fit first."""
     learning = runs.Learning("model", 0.0) if learn else None
-    whole, parts = tmp_path / "whole.csv", tmp_path / "parts.csv"
+    uninterrupted, parts = tmp_path / "whole.csv", tmp_path / "parts.csv"
 
     def go(source: Any, out: Path, after: Any) -> None:
         state = tmp_path / f"{out.name}.rd"
         runs.stream(fitted, source, out, lag=LAG, state=state, learning=learning, after=after)
 
-    go(source_of(lines[:301]), whole, "prior")
+    go(source_of(lines[:301]), uninterrupted, "prior")
     with pytest.raises(KeyboardInterrupt):
         go(Pieces([lines[0], *lines[41:301]], [1, 1, 50, 30], KeyboardInterrupt), parts, "fit")
     go(source_of(lines[:301]), parts, "fit")
-    expected = whole.read_bytes().splitlines()
+    expected = uninterrupted.read_bytes().splitlines()
     assert parts.read_bytes().splitlines() == [expected[0], *expected[41:]]
 
 
-def test_a_stream_goes_on_after_a_named_table_or_says_what_it_needs(exact, fitted, lines, tmp_path):
+def test_stream_continues_after_a_named_table(exact, fitted, lines, tmp_path):
     table, out, said = data.read(pd.read_csv(source_of(lines[:51]))), io.BytesIO(), []
     new, state = source_of([lines[0], lines[51]]), tmp_path / "state"
     runs.stream(exact, new, out, lag=LAG, after=table, notify=said.append, state=state)
@@ -564,7 +564,7 @@ def test_a_stream_goes_on_after_a_named_table_or_says_what_it_needs(exact, fitte
     assert not list(fitted.path.glob("stream*"))
 
 
-def test_rows_without_a_time_follow_those_of_the_fit(tmp_path):
+def test_rows_without_times_follow_the_fit(tmp_path):
     ys = np.array([1010.0, 990.0, 1020.0, 1000.0, 1030.0])
     table = data.read({"flow": ys[:4]})
     run = written_run(tmp_path / "run", local_level(**START), None, "local_level", table)
@@ -577,7 +577,7 @@ def test_rows_without_a_time_follow_those_of_the_fit(tmp_path):
     )
 
 
-def test_uneven_times_go_on_from_the_last_of_the_fit(tmp_path):
+def test_uneven_times_continue_after_the_fit(tmp_path):
     """Whole times among others are written alike, however rows arrive."""
     times, ys = np.array([0.0, 1.5, 2.0, 4.5, 6.0, 6.25]), 1000.0 + np.arange(6.0)
     frame = pd.DataFrame({"t": times, "flow": ys})
@@ -591,14 +591,14 @@ def test_uneven_times_go_on_from_the_last_of_the_fit(tmp_path):
     )
     run = written_run(tmp_path / "run", model, None, "local_level", table)
     lines = frame.iloc[4:].to_csv(index=False).encode().splitlines(keepends=True)
-    found = []
+    outputs = []
     for sizes in ([3, 0], [1, 1, 1, 0]):
         out = io.BytesIO()
         source: Any = Pieces(lines, sizes, KeyboardInterrupt)
         runs.stream(run, source, out, lag=1, state=tmp_path / f"{sizes}")
-        found.append(out.getvalue())
-    assert found[0] == found[1]
-    answers = pd.read_csv(io.BytesIO(found[0]))
+        outputs.append(out.getvalue())
+    assert outputs[0] == outputs[1]
+    answers = pd.read_csv(io.BytesIO(outputs[0]))
     assert answers["smoothed_time"].tolist() == [4.5, 6.0]
     for i in range(2):
         mean, std, _ = level_after(ys[: 5 + i], times[: 5 + i], **START)
@@ -624,7 +624,7 @@ def test_rows_that_do_not_follow_the_fit_are_refused(fitted, rows: str, words: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [rd.RecurrentFamily, rd.MixtureFamily])
-def test_families_go_on_after_the_fit(kind: Any, tmp_path: Path):
+def test_families_continue_after_the_fit(kind: Any, tmp_path: Path):
     """The filtered rows are those of the family on all rows at once, frozen and at rest."""
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     ys = np.asarray(model.simulate(jax.random.key(0), 50)[1])
@@ -683,14 +683,14 @@ def test_a_lock_that_is_a_pipe_or_a_link_is_refused(kind: str, fitted, lines, tm
     assert not elsewhere.exists()
 
 
-def test_what_a_killed_stream_left_of_its_state_is_removed(fitted, lines, tmp_path):
+def test_partial_state_of_killed_stream_is_removed(fitted, lines, tmp_path):
     orphan, other = tmp_path / ".state.0123.partial", tmp_path / ".other.0123.partial"
     orphan.write_bytes(b"half"), other.write_bytes(b"half")
     runs.stream(fitted, source_of(lines[:45]), io.BytesIO(), lag=LAG, state=tmp_path / "state")
     assert not orphan.exists() and other.exists()
 
 
-def test_a_file_that_begins_later_is_gone_on_with(fitted, lines, tmp_path, monkeypatch):
+def test_answer_file_that_starts_later_is_continued(fitted, lines, tmp_path, monkeypatch):
     """A stream to a pipe, then to a file, killed before its state was kept again."""
     state, out = tmp_path / "state", tmp_path / "out.csv"
 
@@ -722,7 +722,7 @@ def test_two_streams_do_not_share_a_file_of_answers(fitted, lines, tmp_path):
     assert len(out.read_bytes().splitlines()) > 1 and not other.exists()
 
 
-def test_answers_that_were_removed_meanwhile_are_not_lost_in_silence(fitted, lines, tmp_path):
+def test_removed_answers_are_reported(fitted, lines, tmp_path):
     out = tmp_path / "out.csv"
 
     class Removing(Pieces):
@@ -736,7 +736,7 @@ def test_answers_that_were_removed_meanwhile_are_not_lost_in_silence(fitted, lin
         runs.stream(fitted, source, out, lag=LAG, state=tmp_path / "state")
 
 
-def test_a_new_run_in_a_read_only_folder_is_refused_before_the_rows(tmp_path, monkeypatch):
+def test_read_only_folder_is_refused_before_rows_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(runs.RunError, match="is read-only"):
         _stream_learning.refuse_existing(tmp_path / "new")

@@ -18,6 +18,7 @@ import pandas as pd
 import pyarrow
 import pytest
 import xarray
+from linear_models import linear_model
 from scipy.stats import multivariate_normal
 
 import retrodict as rd
@@ -33,17 +34,13 @@ XS = np.array([[0.0], [1.0], [1.0], [0.0], [1.0]])
 HOLES = np.zeros(YS.shape, bool)
 HOLES[1, 0] = HOLES[3] = True
 
-MODEL = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    rd.LinearGaussianKernel(
-        0.7 * jnp.eye(1), jnp.zeros(1), 0.8 * jnp.eye(1), 0.1 * jnp.ones((1, 1))
-    ),
-    rd.LinearGaussianKernel(
-        jnp.array([[1.0], [0.5]]),
-        jnp.zeros(2),
-        jnp.array([[0.6, 0.0], [0.2, 0.7]]),
-        0.2 * jnp.ones((2, 1)),
-    ),
+MODEL = linear_model(
+    weight=0.7,
+    noise=0.8,
+    input_weight=0.1,
+    design=jnp.array([[1.0], [0.5]]),
+    error=jnp.array([[0.6, 0.0], [0.2, 0.7]]),
+    design_input=0.2 * jnp.ones((2, 1)),
 )
 FAMILY = rd.GatedFamily(KEY, state_dim=1, obs_dim=2, input_dim=1)
 LAGGED = rd.online.FixedLag(FAMILY, 1)
@@ -88,10 +85,10 @@ class Verb(NamedTuple):
 
 
 def _gradient(ys: Any, us: Any, **options: Any) -> Any:
-    found = rd.online.recursive_gradient(
+    rows = rd.online.recursive_gradient(
         rd.online.KalmanScore(), None, MODEL, ys, key=KEY, learn="model", inputs=us, **options
     )
-    return found.elbo_increment
+    return rows.elbo_increment
 
 
 VERBS: dict[str, Verb] = {
@@ -308,7 +305,7 @@ def _given(verb: Verb) -> tuple[np.ndarray, np.ndarray]:
 
 
 @EACH_QUICK_VERB
-def test_every_way_to_hold_numbers_gives_the_plain_answer(verb: Verb):
+def test_array_containers_give_the_same_result(verb: Verb):
     ys, us = _given(verb)
     plain = verb.call(ys, us)
     for name, held in (WHOLE | WAYS).items():
@@ -318,13 +315,13 @@ def test_every_way_to_hold_numbers_gives_the_plain_answer(verb: Verb):
 
 
 @EACH_QUICK_VERB
-def test_single_precision_beside_a_double_precision_model(verb: Verb):
+def test_float32_data_with_float64_model_is_accepted(verb: Verb):
     ys, us = _given(verb)
     answer = verb.call(ys.astype(np.float32), us.astype(np.float32))
     np.testing.assert_allclose(answer, verb.call(ys, us), rtol=1e-4, atol=1e-6)
 
 
-def test_double_precision_arrays_where_it_is_off(x32: None):
+def test_float64_arrays_are_accepted_without_x64(x32: None):
     model = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), MODEL)
     evidence = rd.kalman_smoother(model, YS, inputs=US).log_evidence
     assert evidence.dtype == jnp.float32
@@ -332,7 +329,7 @@ def test_double_precision_arrays_where_it_is_off(x32: None):
 
 
 @EACH_VERB
-def test_every_verb_converts(verb: Verb):
+def test_verbs_convert_array_containers(verb: Verb):
     """Told by a refusal that comes after the conversion, and before anything is compiled."""
     name, other = "y" if verb.rows else "ys", "inputs"
     ys, us = (array.copy() for array in _given(verb))
@@ -370,17 +367,17 @@ def _missing(array: np.ndarray, holes: np.ndarray, fill: float = 99.0) -> dict[s
 
 
 @EACH_QUICK_VERB
-def test_a_masked_entry_is_a_missing_one(verb: Verb):
+def test_masked_array_entries_are_missing(verb: Verb):
     ys, us = _given(verb)
     holes = HOLES[1] if verb.rows else HOLES
     plain = verb.call(ys, us, mask=~holes)
     assert not np.array_equal(plain, verb.call(ys, us))
-    for name, given in _missing(ys, holes).items():
-        np.testing.assert_allclose(verb.call(given, us), plain, rtol=1e-12, err_msg=name)
+    for name, container in _missing(ys, holes).items():
+        np.testing.assert_allclose(verb.call(container, us), plain, rtol=1e-12, err_msg=name)
 
 
 @EACH_VERB
-def test_no_verb_loses_a_mask(verb: Verb):
+def test_verbs_respect_numpy_masks(verb: Verb):
     """The first infinite entry is masked: the refusal names the second one."""
     ys, us = (array.copy() for array in _given(verb))
     holes = np.zeros(ys.shape, bool)
@@ -394,7 +391,7 @@ def test_no_verb_loses_a_mask(verb: Verb):
         verb.call(YS[1] if verb.rows else YS, np.ma.array(us, mask=np.ones(us.shape, bool)))
 
 
-def test_the_evidence_of_a_masked_array_is_that_of_the_joint_gaussian():
+def test_evidence_of_masked_array_equals_joint_gaussian():
     """Of the entries that were seen, written out: states are L ε, observations C x + noise."""
     lower = np.array(
         [[0.7 ** (i - j) * (1.0 if j == 0 else 0.8) for j in range(N)] for i in range(N)]
@@ -407,13 +404,13 @@ def test_the_evidence_of_a_masked_array_is_that_of_the_joint_gaussian():
     noise = np.array([[0.6, 0.0], [0.2, 0.7]])
     mean = design @ drift + np.repeat(0.2 * US[:, 0], 2)
     covariance = design @ states @ states.T @ design.T + np.kron(np.eye(N), noise @ noise.T)
-    seen = ~HOLES.ravel()
-    law = multivariate_normal(mean[seen], covariance[np.ix_(seen, seen)])  # pyright: ignore
-    found = rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US).log_evidence
-    np.testing.assert_allclose(found, law.logpdf(YS.ravel()[seen]), rtol=1e-10)
+    observed = ~HOLES.ravel()
+    law = multivariate_normal(mean[observed], covariance[np.ix_(observed, observed)])  # pyright: ignore
+    log_evidence = rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US).log_evidence
+    np.testing.assert_allclose(log_evidence, law.logpdf(YS.ravel()[observed]), rtol=1e-10)
 
 
-def test_a_promise_that_nothing_is_missing_is_checked():
+def test_mask_true_with_nan_is_refused():
     with pytest.raises(ValueError, match="mask=True declares .* ys holds NaN"):
         rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US, mask=True)
     with pytest.raises(ValueError, match="mask=True declares .* y holds NaN"):
@@ -449,7 +446,7 @@ WRONG: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 @EACH_VERB
-def test_every_verb_refuses_by_name(verb: Verb):
+def test_verbs_name_the_bad_argument(verb: Verb):
     name, other = "y" if verb.rows else "ys", "inputs"
     ys, us = _given(verb)
     for what, wrong in WRONG.items():
@@ -461,14 +458,14 @@ def test_every_verb_refuses_by_name(verb: Verb):
 
 
 @EACH_VERB
-def test_every_verb_refuses_masks(verb: Verb):
+def test_verbs_refuse_bad_masks(verb: Verb):
     ys, us = _given(verb)
-    seen = np.ones(ys.shape, bool)
-    for wrong in (seen.astype(int), seen.astype(float), seen.astype(str), seen[..., :1], "all", 1):
+    mask = np.ones(ys.shape, bool)
+    for wrong in (mask.astype(int), mask.astype(float), mask.astype(str), mask[..., :1], "all", 1):
         with pytest.raises((TypeError, ValueError), match=r"\bmask\b"):
             verb.call(ys, us, mask=wrong)
     with pytest.raises(ValueError, match="mask must not have missing entries"):
-        verb.call(ys, us, mask=np.ma.array(seen, mask=seen))
+        verb.call(ys, us, mask=np.ma.array(mask, mask=mask))
 
 
 Mistake = tuple[Callable[[np.ndarray], Any], Callable[[np.ndarray], Any], dict[str, Any], type]
@@ -518,7 +515,7 @@ def _refusal(name: str, mistake: Mistake) -> tuple[type, str]:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("rows", [False, True], ids=["series", "row"])
-def test_a_mistake_raises_the_same_exception_in_every_verb(mistake: str, rows: bool):
+def test_verbs_raise_the_same_exception_for_a_mistake(mistake: str, rows: bool):
     options = MISTAKES[mistake][2]
     if rows and (
         "length" in options or mistake in ("ys without rows", "inputs with a row missing")
@@ -534,7 +531,7 @@ def test_a_mistake_raises_the_same_exception_in_every_verb(mistake: str, rows: b
 
 
 @EACH_VERB
-def test_every_verb_refuses_lengths(verb: Verb):
+def test_verbs_refuse_bad_lengths(verb: Verb):
     if verb.rows:
         pytest.skip("takes no length")
     for wrong in (0, -1, N + 1, 2.0, True, "3", [2, 3], np.array([[2]]), np.array(0)):
@@ -549,7 +546,7 @@ def _traced(verb: Verb, length: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["log_joint", "kalman_smoother", "infer"])
-def test_a_traced_length_out_of_range_gives_nan(name: str):
+def test_traced_length_out_of_range_gives_nan(name: str):
     verb = VERBS[name]
     for length in (0, -3, N + 1):
         assert np.all(np.isnan(_traced(verb, length))), length
@@ -567,7 +564,7 @@ def test_derivatives_in_a_traced_length_stay_finite():
 
 @pytest.mark.slow
 @EACH_VERB
-def test_every_verb_gives_the_plain_answer(verb: Verb):
+def test_verbs_give_the_same_result_for_other_containers(verb: Verb):
     ys, us = _given(verb)
     for held in (WHOLE["integers"], WAYS["pandas"], WAYS["float16"]):
         np.testing.assert_array_equal(verb.call(held(ys), held(us)), verb.call(ys, us))
@@ -577,7 +574,7 @@ def test_every_verb_gives_the_plain_answer(verb: Verb):
 
 
 @pytest.mark.parametrize("name", [n for n, v in VERBS.items() if v.traceable])
-def test_a_verb_can_be_traced_with_its_model_as_a_constant(name: str):
+def test_verbs_can_be_jitted_with_constant_model(name: str):
     """The model is concrete here, and what is computed from it is not: checks must not mix them."""
     ys, us = _given(VERBS[name])
     answer = jax.eval_shape(VERBS[name].call, ys, us)
@@ -586,7 +583,7 @@ def test_a_verb_can_be_traced_with_its_model_as_a_constant(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, v in VERBS.items() if v.traceable and not v.rows])
-def test_no_traced_length_out_of_range_gives_a_finite_answer(name: str):
+def test_traced_length_out_of_range_gives_no_finite_result(name: str):
     """NaN, or minus infinity and a status from particles; chains without padding refuse."""
     for length in (0, N + 1):
         try:
@@ -674,7 +671,7 @@ def test_constructors_convert_or_refuse(make: Callable, value: np.ndarray, name:
         make(np.ma.array(value, mask=np.ones(value.shape, bool)))
 
 
-def test_constructors_copy():
+def test_constructors_copy_their_arrays():
     """A change of the user's array afterwards does not reach the model."""
     weight = np.full((64, 64), 0.5)
     kernel = rd.LinearGaussianKernel(weight, np.zeros(64), np.eye(64))
@@ -682,26 +679,24 @@ def test_constructors_copy():
     assert np.all(kernel.weight == 0.5)
 
 
-def test_integers_are_learned():
-    model = rd.StateSpaceModel(
+def integer_model() -> rd.StateSpaceModel:
+    return rd.StateSpaceModel(
         rd.Gaussian([0], [[1]]),
         rd.LinearGaussianKernel([[1]], [0], [[1]]),
         rd.LinearGaussianKernel(np.array([[1], [2]]), [0, 0], np.eye(2, dtype=int)),
     )
-    gradient = eqx.filter_grad(lambda m: rd.kalman_smoother(m, YS).log_evidence)(model)
+
+
+def test_integer_parameters_have_gradients():
+    gradient = eqx.filter_grad(lambda m: rd.kalman_smoother(m, YS).log_evidence)(integer_model())
     assert len(jax.tree.leaves(gradient)) == 8
     assert np.all(gradient.transition.weight != 0)
 
 
 @pytest.mark.slow
-def test_an_integer_weight_is_fitted():
-    model = rd.StateSpaceModel(
-        rd.Gaussian([0], [[1]]),
-        rd.LinearGaussianKernel([[1]], [0], [[1]]),
-        rd.LinearGaussianKernel(np.array([[1], [2]]), [0, 0], np.eye(2, dtype=int)),
-    )
-    found = rd.fit_evidence(KEY, model, YS, num_steps=2, progress=False).model
-    assert np.all(np.asarray(found.transition.weight) != 1.0)
+def test_integer_weight_is_fitted():
+    fitted = rd.fit_evidence(KEY, integer_model(), YS, num_steps=2, progress=False).model
+    assert np.all(np.asarray(fitted.transition.weight) != 1.0)
 
 
 # --- scales ---------------------------------------------------------------------------------------
@@ -735,7 +730,7 @@ SCALES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("make", list(SCALES.values()), ids=list(SCALES))
 @pytest.mark.parametrize("scale", [COVARIANCE, LOWER.T], ids=["covariance", "upper factor"])
-def test_a_scale_that_is_not_lower_is_refused(make: Callable, scale: np.ndarray):
+def test_scale_that_is_not_lower_triangular_is_refused(make: Callable, scale: np.ndarray):
     with pytest.raises(ValueError, match=r"lower Cholesky factor[\s\S]*from_covariance"):
         make(scale)
     if make is SCALES["positive matrix"]:
@@ -766,7 +761,7 @@ def test_a_function_that_returns_a_covariance_is_refused_by_verbs(part: str):
 
 
 @pytest.mark.parametrize("make", [*SCALES][:5])
-def test_the_sign_of_a_column_is_free(make: str):
+def test_sign_of_scale_column_is_normalised(make: str):
     """A factor from a QR decomposition has any signs: its law is that of the turned one."""
     turned = LOWER * np.array([[-1.0, 1.0]])
     built = SCALES[make](turned)
@@ -784,11 +779,7 @@ def test_negative_standard_deviations_are_refused():
 def test_singular_scales_are_allowed():
     assert rd.Diagonal(np.array([1.0, 0.0])).std.tolist() == [1.0, 0.0]
     noise = np.array([[1.0, 0.0], [0.3, 0.0]])
-    model = rd.StateSpaceModel(
-        rd.Gaussian(TWO, np.eye(2)),
-        rd.LinearGaussianKernel(0.9 * np.eye(2), TWO, noise),
-        rd.LinearGaussianKernel(np.eye(2), TWO, np.eye(2)),
-    )
+    model = linear_model(2, noise=noise)
     assert np.isfinite(rd.kalman_smoother(model, YS).log_evidence)
 
 
@@ -800,24 +791,24 @@ def test_weights_of_a_mixture_sum_to_one():
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def test_a_table_of_arrow_is_read_by_its_columns():
+def test_arrow_table_is_read_by_columns():
     """Frames of polars offer the same protocol."""
     frame = pd.DataFrame(
         {"date": pd.date_range("2020-01-01", periods=4), "y": [1.0, np.nan, 3.0, 4.0]}
     )
-    for given in (frame, pyarrow.table(frame)):
-        table = rd.data.read(given)
+    for source in (frame, pyarrow.table(frame)):
+        table = rd.data.read(source)
         np.testing.assert_array_equal(table.ys[0], [[1.0], [np.nan], [3.0], [4.0]])
 
 
-def test_a_masked_column_is_missing_in_a_table():
+def test_masked_column_is_missing_in_a_table():
     column = np.ma.array([1.0, 99.0, 3.0], mask=[False, True, False])
-    for given in (column, {"y": column}, {"t": np.arange(3), "y": column.astype(int)}):
-        table = rd.data.read(given)
+    for source in (column, {"y": column}, {"t": np.arange(3), "y": column.astype(int)}):
+        table = rd.data.read(source)
         np.testing.assert_array_equal(table.ys[0], [[1.0], [np.nan], [3.0]])
 
 
-def test_frames_of_polars():
+def test_polars_frames_are_accepted():
     polars = pytest.importorskip("polars")
     dates = [datetime.date(2020, 1, day) for day in range(1, 6)]
     frame = polars.DataFrame({"date": dates, "y": [1.0, None, 0.0, 1.0, 1.0]})
@@ -830,7 +821,10 @@ def test_frames_of_polars():
         rd.kalman_smoother(MODEL, frame, inputs=US)
     columns = polars.DataFrame({"a": YS[:, 0], "b": YS[:, 1].astype(int)})
     holes = columns.with_columns(polars.when(columns["a"] > 0).then(columns["a"]).alias("a"))
-    for given, mask in ((columns, None), (holes, np.stack([YS[:, 0] > 0, YS[:, 1] >= 0], 1))):
-        found = rd.kalman_smoother(MODEL, given, inputs=US).log_evidence
+    for polars_frame, mask in (
+        (columns, None),
+        (holes, np.stack([YS[:, 0] > 0, YS[:, 1] >= 0], 1)),
+    ):
+        log_evidence = rd.kalman_smoother(MODEL, polars_frame, inputs=US).log_evidence
         plain = rd.kalman_smoother(MODEL, YS, inputs=US, mask=mask).log_evidence
-        np.testing.assert_allclose(found, plain, rtol=1e-12)
+        np.testing.assert_allclose(log_evidence, plain, rtol=1e-12)

@@ -1,6 +1,7 @@
 """Second derivatives against central differences of gradients, in float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,8 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_models import linear_model
+from nonlinear_models import nonlinear_emission_model, nonlinear_kernel
 
 import retrodict as rd
 
@@ -22,26 +25,19 @@ FAMILIES = {
 
 
 def nonlinear(theta: Any) -> rd.StateSpaceModel:
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.NonlinearGaussianKernel(
-            lambda x: theta[0] * jnp.sin(x), rd.Diagonal(jnp.exp(theta[1:2]))
-        ),
-        rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(jnp.exp(theta[2:3]))),
+    return replace(
+        nonlinear_emission_model(jnp.tanh, jnp.exp(theta[2])),
+        transition=nonlinear_kernel(lambda x: theta[0] * jnp.sin(x), jnp.exp(theta[1])),
     )
 
 
 def linear(theta: Any) -> rd.StateSpaceModel:
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
-        rd.LinearGaussianKernel(
-            jnp.array([[0.0, 0.1], [0.0, 0.5]]).at[0, 0].set(theta[0]),
-            jnp.zeros(2),
-            jnp.exp(theta[1]) * jnp.eye(2),
-        ),
-        rd.LinearGaussianKernel(
-            jnp.array([[1.0, 0.3]]), jnp.zeros(1), jnp.exp(theta[2]) * jnp.eye(1)
-        ),
+    return linear_model(
+        2,
+        weight=jnp.array([[0.0, 0.1], [0.0, 0.5]]).at[0, 0].set(theta[0]),
+        noise=jnp.exp(theta[1]),
+        design=jnp.array([[1.0, 0.3]]),
+        error=jnp.exp(theta[2]),
     )
 
 
@@ -77,19 +73,19 @@ def check(function: Callable[[Any], Any], at: Any) -> None:
     exact = jax.jit(lambda x: jax.jvp(jax.grad(function), (x,), (direction,))[1])(at)
     ends = [jax.flatten_util.ravel_pytree(gradient(moved(s)))[0] for s in (STEP, -STEP)]
     difference = (ends[0] - ends[1]) / (2 * STEP)
-    found = jax.flatten_util.ravel_pytree(exact)[0]
-    assert jnp.linalg.norm(found - difference) < 1e-7 * jnp.linalg.norm(difference)
+    flat = jax.flatten_util.ravel_pytree(exact)[0]
+    assert jnp.linalg.norm(flat - difference) < 1e-7 * jnp.linalg.norm(difference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_hessians_in_parameters_of_the_model(name: str):
+def test_hessians_in_model_parameters_equal_finite_differences(name: str):
     check(FUNCTIONS[name], THETA)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_hessians_of_the_elbo_in_a_family(name: str):
+def test_hessians_of_elbo_in_family_equal_finite_differences(name: str):
     model = nonlinear(THETA)
     family = FAMILIES[name](jax.random.key(1)).prepare(model, YS)
 
