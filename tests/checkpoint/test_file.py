@@ -713,7 +713,7 @@ NOT_STORED = {
     "retrodict.online.learner": "OnlineLearner LaggedLearner",
     "retrodict.online.sensitivity": "Reading",
     "retrodict.online.truncated": "EitherLaw",
-    "retrodict.particles.backward_weights": "Pairs",
+    "retrodict.particles.backward_weights": "BackwardWeights",
     "retrodict.particles.guided_smoother": "_Guide",
     "retrodict.particles.tempered": "TemperedFilter",
 }
