@@ -17,6 +17,9 @@ from retrodict.cli.experiments import demo, reproduce
 from retrodict.cli.fit import fit
 from retrodict.cli.stream import stream
 
+FEWEST_THREADS = 16
+"""The smallest number of threads of XLA, more than batches of LAPACK calls that run at once."""
+
 LONGEST_MESSAGE = 2000
 """Characters of an error message."""
 
@@ -123,6 +126,9 @@ def _main(
     # Before any array is made. The library leaves JAX's configuration alone; a program may choose.
     if "jax" not in sys.modules:
         os.environ["JAX_ENABLE_X64"] = "1"  # read by JAX when a command imports it
+        # jaxlib 0.10 divides a batch of LAPACK calls among its threads and waits for them on one of
+        # them. If as many batches as threads run at once, all threads wait: a deadlock.
+        os.environ.setdefault("PJRT_NPROC", str(max(FEWEST_THREADS, os.cpu_count() or 1)))
         return
     import jax
 
