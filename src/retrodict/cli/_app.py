@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from retrodict.cli._compiled import keep_compiled_programs
 from retrodict.cli._errors import CLOSED, EXIT_CODES, INTERRUPTED, MISTAKE, as_line
 from retrodict.cli._options import COMMAND_LINE
 from retrodict.cli.apply import check, forecast, info, plot, smooth
@@ -129,6 +130,7 @@ def _main(
         # jaxlib 0.10 divides a batch of LAPACK calls among its threads and waits for them on one of
         # them. If as many batches as threads run at once, all threads wait: a deadlock.
         os.environ.setdefault("PJRT_NPROC", str(max(FEWEST_THREADS, os.cpu_count() or 1)))
+        keep_compiled_programs()
         return
     import jax
 
