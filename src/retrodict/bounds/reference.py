@@ -29,7 +29,8 @@ from retrodict.particles import (
 )
 
 ATTEMPTS = ((3, 1000), (6, 4000))
-"""Numbers of independent particle smoothers that must agree, and of particles of each."""
+"""The numbers of independent particle smoothers that must agree, and of particles of each; and the
+same for a second attempt."""
 
 MOST_NOISE = 0.1
 """The largest error of the mean of the runs, as a root mean square of Kolmogorov distances."""
@@ -109,10 +110,9 @@ def find_reference(key: PRNGKey, model: StateSpaceModel, series: Series) -> Refe
             return from_grid(posterior)
     modes = tuple(_modes(mode_key, model, series, paths))
     keys = jax.random.split(particle_key, len(ATTEMPTS))
-    for run_key, (num_runs, count) in zip(keys, ATTEMPTS, strict=True):
-        reference = _from_runs(run_key, model, series, num_runs, count, modes)
-        if reference.problem is None:
-            break
+    reference = _from_runs(keys[0], model, series, *ATTEMPTS[0], modes)
+    if reference.problem is not None:
+        reference = _from_runs(keys[1], model, series, *ATTEMPTS[1], modes)
     return reference
 
 
