@@ -101,6 +101,17 @@ def exported_names() -> int:
     return sum(len(node.names) for node in block.body if isinstance(node, ast.ImportFrom))
 
 
+def namespace_names() -> int:
+    """Count the names in the `__all__` of the namespaces."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.glob("*/__init__.py")]
+    return sum(
+        len(ast.literal_eval(node.value))
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+
+
 def fit_parameters() -> int:
     """Count the parameters of `fit`."""
     tree = ast.parse((SOURCE / "_learning" / "fit.py").read_text(encoding="utf-8"))
@@ -128,6 +139,7 @@ def main() -> None:
         "files": len(paths),
         "top-level entries": len([p for p in SOURCE.iterdir() if p.name != "__pycache__"]),
         "names on `rd.`": exported_names(),
+        "names in namespaces": namespace_names(),
         "imports from inside another package": sum(map(deep_imports, paths)),
         "functions over 80 code lines": sum(length > 80 for length, _ in longest),
         "longest function": f"{longest[0][0]} ({longest[0][1]})",

@@ -15,6 +15,8 @@ if version("jaxlib").startswith("0.10."):
     # A third less to compile. Later versions do not know the flag, and refuse to start.
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+# With as many threads as a small machine has cores, jaxlib 0.10 can deadlock: see docs/scale.md.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 import hypothesis
 import jax

@@ -43,7 +43,7 @@ def has_example(value: Any) -> bool:
     return f"{value.__module__}.{value.__qualname__}" in examples(value.__module__)
 
 
-def test_the_surface_is_small():
+def test_number_of_public_names_is_limited():
     assert sorted(NAMESPACES) == [
         "bounds", "data", "distributed", "models", "online", "particles", "runs"
     ]  # fmt: skip

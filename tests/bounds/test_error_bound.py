@@ -1018,6 +1018,30 @@ def test_an_exact_posterior_passes_every_check():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shift, factor", [(0.35, 1.0), (0.0, 1.4), (0.0, 1 / 1.4)])
+def test_a_law_whose_intervals_are_wrong_does_not_pass(shift: float, factor: float):
+    """With standard deviations too small by 1.4, a 90% interval covers 76%."""
+    instance = Instance(17, 1)
+    laws, kernels = instance.exact.laws, instance.exact.kernels
+    stds = instance.exact.marginals().scale_tril[:, :, 0]
+    # The means of all marginals are shifted by their standard deviations.
+    moves = stds[:-1] - jnp.einsum("tij,tj->ti", kernels.weight, stds[1:])
+    laws = eqx.tree_at(
+        lambda law: (law.mean, law.scale_tril),
+        laws,
+        (laws.mean + shift * stds, factor * laws.scale_tril),
+    )
+    kernels = eqx.tree_at(
+        lambda kernel: (kernel.bias, kernel.scale_tril),
+        kernels,
+        (kernels.bias + shift * moves, factor * kernels.scale_tril),
+    )
+    chain = rd.LinearGaussianChain(laws, kernels)
+    found = rd.check_posterior(jax.random.key(0), instance.model, chain, instance.ys)
+    assert "wrong law" in found.kinds and found.verdict == "failed"
+
+
+@pytest.mark.slow
 def test_check_posterior_reports_lost_mode():
     model = nonlinear_emission_model(jnp.square, 0.3, weight=0.99, noise=0.1)
     ys = jnp.full((N, 1), 1.5)

@@ -925,7 +925,7 @@ def test_arrays_of_many_empty_texts_are_refused(dtype: str, tmp_path: Path):
         rd.load(path)
 
 
-def test_keys_of_one_hash_are_refused(loading: Callable[..., Any]):
+def test_keys_with_colliding_hashes_are_refused(loading: Callable[..., Any]):
     """Twenty thousand would take seconds, and ten times as many a hundred times as long."""
     with pytest.raises(rd.CheckpointError, match="keys of one hash"):
         loading({"dict": [[i * (2**61 - 1), 0] for i in range(1000)]})

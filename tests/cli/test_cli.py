@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it refuses."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -305,3 +306,21 @@ def test_opened_files_do_not_replace_closed_standard_streams(tmp_path):
     )
     text = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
     assert subprocess.run(text, shell=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_batches_of_many_states_do_not_deadlock_on_two_cores(tmp_path: Path):
+    """With one thread per core, jaxlib 0.10 hangs in two of three of these commands."""
+    months = [f"{2001 + k // 12}-{k % 12 + 1:02d},{k % 12 + 0.1 * (k % 7)}" for k in range(60)]
+    (tmp_path / "months.csv").write_text("month,sales\n" + "\n".join(months) + "\n")
+    environment = {name: v for name, v in os.environ.items() if name != "PJRT_NPROC"}
+    code = "import sys; from retrodict.cli import main; main(sys.argv[1:])"
+    words = ("fit", "months.csv", "--model", "seasonal", "--out", "run")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr

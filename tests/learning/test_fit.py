@@ -16,7 +16,7 @@ from linear_models import linear_model, singular_models
 from nonlinear_models import nonlinear_kernel
 
 import retrodict as rd
-from retrodict._learning import fit_checkpoint
+from retrodict._learning import fit_checkpoint, quasi_newton
 from retrodict._learning.dataset import Minibatch, draw_indices
 from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._learning.train import MAX_SKIPPED_IN_A_ROW, keep, start
@@ -542,6 +542,26 @@ def test_em_does_not_depend_on_offset_and_unit_of_the_data(offset, unit):
     np.testing.assert_allclose(values, expected_values, rtol=1e-5)
 
 
+def test_em_keeps_what_no_row_determines(ys):
+    """Series of one row have no transition, and rows that are all missing no emission."""
+    model = scalar_model()
+    for rows, part in ((ys[:, :1], "transition"), (jnp.full_like(ys, jnp.nan), "emission")):
+        result = rd.em(jax.random.key(0), model, rows, num_iterations=3)
+        assert np.all(np.isfinite(result.history))
+        kept, before = (rd.unwrap(getattr(each, part)) for each in (result.model, model))
+        for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(before), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+        assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(rd.unwrap(result.model)))
+
+
+def test_em_stops_where_the_noise_reaches_zero():
+    """Constant data have an unbounded evidence."""
+    result = rd.em(jax.random.key(0), scalar_model(), np.full((1, N, 1), 3.0), num_iterations=300)
+    assert result.status == "stopped early"
+    assert float(rd.unwrap(result.model).emission.scale_tril.std[0]) > 0
+    assert np.all(np.isfinite(result.history))
+
+
 @pytest.mark.slow
 def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
     result = rd.em(jax.random.key(0), scalar_model(0.3, 0.6, 0.5), ys, num_iterations=100)
@@ -729,6 +749,27 @@ def test_fit_evidence_does_not_depend_on_units(name: str):
             size = np.asarray(value) / (1.0 if key == "persistence" else unit)
             # What is at the edge of zero is only that.
             np.testing.assert_allclose(size, plain[key], rtol=1e-4, atol=1e-4, err_msg=key)
+
+
+def test_lbfgs_reports_convergence_if_a_line_search_fails_at_the_maximum(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On autoregressions of sea temperatures, rounding ended the last line search."""
+    ys = hourly_temperatures(40)
+    model = rd.models.start_from(rd.models.local_level(), ys)
+    minimize = quasi_newton.minimize
+
+    def abnormal(*arguments: Any, **options: Any) -> Any:
+        result = minimize(*arguments, **options)
+        result.success = False
+        return result
+
+    options: Any = {"optimiser": "lbfgs", "progress": False, "num_starts": 1}
+    plain = rd.fit_evidence(jax.random.key(0), model, ys, **options)
+    monkeypatch.setattr(quasi_newton, "minimize", abnormal)
+    found = rd.fit_evidence(jax.random.key(0), model, ys, **options)
+    assert found.log_evidence == pytest.approx(plain.log_evidence, abs=1e-6)
+    assert found.status == "converged"
 
 
 def test_lbfgs_reports_convergence():

@@ -631,6 +631,8 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Any], Any], np.ndarray, str]] = {
         "covariance",
     ),
     "Diagonal": (rd.Diagonal, np.ones(2), "std"),
+    "natural mean": (lambda v: rd.NaturalGaussian(v, ONES), ONES[0], "precision_mean"),
+    "natural precision": (lambda v: rd.NaturalGaussian(ONES[0], v), ONES, "precision"),
     "kernel weight": (lambda v: _kernel(weight=v), ONES, "weight"),
     "kernel bias": (lambda v: _kernel(bias=v), ONES[0], "bias"),
     "kernel scale": (lambda v: _kernel(scale_tril=v), ONES, "scale_tril"),
@@ -755,6 +757,23 @@ def test_a_function_that_returns_a_covariance_is_refused_by_verbs(part: str):
         lambda: rd.kalman_smoother(model, YS, inputs=1 + US),
         lambda: rd.ffbsi(KEY, model, YS, 8, inputs=1 + US),
         lambda: rd.fit_evidence(KEY, model, YS, inputs=1 + US, num_steps=1, progress=False),
+    ):
+        with pytest.raises(ValueError, match="lower Cholesky factor"):
+            call()
+
+
+@pytest.mark.parametrize("part", ["prior", "transition", "emission"])
+def test_a_scale_replaced_in_a_model_is_checked_by_verbs(part: str):
+    """`equinox.tree_at` replaces an array without a constructor."""
+    kernel = rd.LinearGaussianKernel(np.eye(2), TWO, LOWER)
+    model = rd.StateSpaceModel(rd.Gaussian(TWO, LOWER), kernel, kernel)
+    model = eqx.tree_at(lambda m: getattr(m, part).scale_tril, model, jnp.asarray(LOWER.T))
+    for call in (
+        lambda: rd.kalman_smoother(model, YS),
+        lambda: rd.extended_smoother(model, YS),
+        lambda: rd.ffbsi(KEY, model, YS, 8),
+        lambda: model.log_joint(YS, YS),
+        lambda: rd.fit_evidence(KEY, model, YS, num_steps=1, progress=False),
     ):
         with pytest.raises(ValueError, match="lower Cholesky factor"):
             call()

@@ -705,6 +705,22 @@ def test_wrong_options_are_refused(call: Callable[[], Any], reason: str):
         call()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("autoregressive", {"order": 3}, ["signal", "signal_lag1", "signal_lag2"]),
+        ("seasonal", {"period": 4}, ["level", "season", "season_lag1", "season_lag2"]),
+        ("stochastic_volatility", {"leverage": True}, ["log_variance", "shock"]),
+        ("local_trend", {}, ["level", "slope"]),
+    ],
+)
+def test_states_and_parameters_have_names(name: str, options: dict, expected: list[str]):
+    model = rd.models.from_options(name, options)
+    assert rd.models.state_names(model) == expected
+    assert rd.models.is_memory(model) == ["_lag" in state for state in expected]
+    assert rd.models.entry_name(model, "prior.mean", (0,), ["y"]) == f"prior.mean[{expected[0]}]"
+
+
 def test_state_named_like_a_column_gets_a_suffix():
     model = rd.models.autoregressive()
     assert rd.models.state_names(model, ["value"]) == ["signal"]

@@ -140,7 +140,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_models_of_a_user"
 
 
-def test_decimal_points_are_no_dots_of_names(tmp_path: Path):
+def test_decimal_points_do_not_separate_names(tmp_path: Path):
     starts = ", ".join(["0.5", "-1.5e-3"] * 5000)
     text = HEAD + f"[data]\ncolumns = ['a.b']\n[model.start]\nlevel_scale = [{starts}]"
     assert len(rd.models.read_toml(write(tmp_path, text)).start["level_scale"]) == 10_000

@@ -181,7 +181,7 @@ def test_semidefinite_cholesky_reproduces_the_matrix(d: int, dtype: np.dtype):
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 40), (4, 2), (14, 20)])
-def test_factors_of_few_and_many_columns(shape: tuple[int, int]):
+def test_tria_handles_few_and_many_columns(shape: tuple[int, int]):
     w = jnp.asarray(np.random.default_rng(0).normal(size=shape))
     factor = np.asarray(jax.jit(linalg.tria)(w))
     assert_lower(factor)

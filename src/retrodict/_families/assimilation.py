@@ -289,9 +289,9 @@ def _take_in(
 
     With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `nonsingular_law.condition`.
     """
-    design = product(sites.design, scale)
-    gained = product(transposed(design), sites.curvature[:, None] * design)
-    eye = jnp.eye(design.shape[1], dtype=design.dtype)
+    scaled_design = product(sites.design, scale)
+    gained = product(transposed(scaled_design), sites.curvature[:, None] * scaled_design)
+    eye = jnp.eye(scaled_design.shape[1], dtype=scaled_design.dtype)
     after = product(scale, inverse_of_upper_factor(eye + gained))
     pull = sites.slope + sites.curvature * linalg.matvec(sites.design, at - mean)
     whitened = linalg.matvec(after.T, linalg.matvec(sites.design.T, pull))

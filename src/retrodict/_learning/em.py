@@ -23,6 +23,7 @@ from retrodict._model import (
     LinearGaussianKernel,
     Series,
     StateSpaceModel,
+    dense_scale,
     learnable,
     unwrap,
 )
@@ -38,8 +39,9 @@ class EMResult(eqx.Module):
         history: the log-evidence of all series before each M-step, or its lower bound by the
             family, in nats per time step.
         status: `"converged"` if the last gain was below the tolerance; `"stopped early"` if the
-            evidence decreased, which only rounding can cause, and the model is then the previous
-            one; else `"finished"`.
+            noise of the emission reached zero, as on constant data, where the evidence has no
+            maximum, or if the evidence decreased, which only rounding can cause: the model is then
+            the previous one; else `"finished"`.
     """
 
     model: StateSpaceModel
@@ -132,6 +134,9 @@ def em(
             history.append(float(np.max(result.held_out)))
             chains = _chains(unwrap(family), batch)
         before, model = model, maximise(model, chains, batch)
+        if not _has_density(model.emission):
+            model, status = before, "stopped early"
+            break
     return EMResult(model, family, np.asarray(history), status)
 
 
@@ -145,11 +150,19 @@ def _chains(family: Any, batch: Series) -> LinearGaussianChain:
     return jax.vmap(lambda series: infer_series(family, series))(batch)
 
 
+def _has_density(emission: Any) -> bool:
+    """Return whether an emission is not linear Gaussian, or has noise in all directions."""
+    if not isinstance(emission, LinearGaussianKernel):
+        return True
+    scales = jnp.diagonal(dense_scale(unwrap(emission).scale_tril))
+    return bool(jnp.all((scales != 0) & jnp.isfinite(scales)))
+
+
 def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series) -> StateSpaceModel:
     """Return the model that maximises E_q[log p(x, y)] over its linear-Gaussian parts.
 
     Args:
-        model: the current model; parts without a closed form are unchanged.
+        model: the current model; parts without a closed form or without data are unchanged.
         chains: the posteriors of the series, with a leading axis `batch`.
         batch: the series themselves.
     """
@@ -162,12 +175,21 @@ def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series)
             )
     if isinstance(prior, Gaussian) and not _is_frozen(prior, "prior"):
         prior = _new_prior(prior, chains)
-    if isinstance(transition, LinearGaussianKernel) and not _is_frozen(transition, "transition"):
+    has_pairs, has_rows = _has_data(batch)
+    learns_transition = isinstance(transition, LinearGaussianKernel) and has_pairs
+    if learns_transition and not _is_frozen(transition, "transition"):
         transition = _new_transition(transition, chains, batch)
-    if isinstance(emission, LinearGaussianKernel) and not _is_frozen(emission, "emission"):
+    learns_emission = isinstance(emission, LinearGaussianKernel) and has_rows
+    if learns_emission and not _is_frozen(emission, "emission"):
         _refuse_partly_missing_rows(batch)
         emission = _new_emission(emission, chains, batch)
     return learnable(StateSpaceModel(prior, transition, emission))
+
+
+def _has_data(batch: Series) -> tuple[bool, bool]:
+    """Return whether a series has two rows or more, and whether a row was observed."""
+    longest = batch.ys.shape[1] if batch.length is None else int(jnp.max(batch.length))
+    return longest > 1, batch.mask is None or bool(jnp.any(batch.mask))
 
 
 def _is_frozen(part: Any, name: str) -> bool:

@@ -234,7 +234,8 @@ class _Search:
         }
         result = minimize(self, z, jac=True, method="L-BFGS-B", callback=after, options=options)
         steepest = float(np.max(np.abs(result.jac), initial=0.0))
-        is_end = result.success or steepest < self._precision**0.5
+        # Coordinates have no units: a gradient g leaves a gain of about g².
+        is_end = result.success or steepest**2 < max(self._precision, NO_GAIN * self._share)
         status: Status = (
             "finished" if len(losses) >= most else "converged" if is_end else "stopped early"
         )

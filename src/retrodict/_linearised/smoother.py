@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._arrays import Scalar, check_count, is_concrete
+from retrodict._arrays import Scalar, check_count, check_finite, is_concrete
 from retrodict._chains import LinearGaussianChain
 from retrodict._linearised.moments import check_moments, mask_rows
 from retrodict._linearised.posterior import LinearisedPosterior, diagnose, judge
@@ -18,7 +18,6 @@ from retrodict._model import (
     Series,
     StateSpaceModel,
     check_densities,
-    check_parameters,
     is_linear_gaussian,
     prepare_data,
     unwrap,
@@ -247,9 +246,16 @@ def _smooth(
     model = unwrap(model)
     series = prepare_data(model, ys, **data)
     check_moments(model, series)
-    check_parameters(model)
+    _check_parameters(model)
     check_densities(model, "A linearised smoother", ("emission",))
     return _run(model, mask_rows(model, series), rule, num_iterations, damping)
+
+
+def _check_parameters(model: StateSpaceModel) -> None:
+    """Refuse known parameters that are not finite."""
+    for name in ("prior", "transition", "emission"):
+        for leaf in jax.tree.leaves(eqx.filter(getattr(model, name), eqx.is_inexact_array)):
+            check_finite(leaf, f"The {name}'s parameters")
 
 
 @eqx.filter_jit

@@ -28,7 +28,6 @@ from retrodict._model.kernel import Distribution as Distribution
 from retrodict._model.mixture import GaussianMixture as GaussianMixture
 from retrodict._model.model import StateSpaceModel as StateSpaceModel
 from retrodict._model.model import check_densities as check_densities
-from retrodict._model.model import check_parameters as check_parameters
 from retrodict._model.model import is_linear_gaussian as is_linear_gaussian
 from retrodict._model.model import learnable as learnable
 from retrodict._model.model import prepare_data as prepare_data

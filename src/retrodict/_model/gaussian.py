@@ -267,8 +267,20 @@ class NaturalGaussian(eqx.Module):
         precision: Λ = Σ⁻¹, symmetric, of shape `(d, d)`.
     """
 
-    precision_mean: Float[Array, "d"]
-    precision: Float[Array, "d d"]
+    precision_mean: Float[Array, "d"] = eqx.field(
+        converter=lambda value: as_real_array(value, "precision_mean")
+    )
+    precision: Float[Array, "d d"] = eqx.field(
+        converter=lambda value: as_real_array(value, "precision")
+    )
+
+    def __check_init__(self) -> None:
+        mean, precision = shape_of(self.precision_mean), shape_of(self.precision)
+        if mean is not None and (len(mean) != 1 or precision != mean * 2):
+            raise ValueError(
+                "NaturalGaussian expects precision_mean of shape (d,) and precision of shape (d,"
+                f" d), got {mean} and {precision}."
+            )
 
     def __add__(self, other: "NaturalGaussian") -> "NaturalGaussian":
         """Return the (unnormalised) product of two densities."""

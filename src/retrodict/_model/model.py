@@ -14,7 +14,6 @@ from retrodict._arrays import (
     Scalar,
     as_real_array,
     check_count,
-    check_finite,
     check_key,
     check_rows,
     is_concrete,
@@ -33,6 +32,7 @@ from retrodict._model.parameters import (
     AbstractWhole,
     Positive,
     PositiveTril,
+    check_lower,
     unwrap,
 )
 from retrodict._model.series import (
@@ -210,7 +210,7 @@ def prepare_data(
         input_dim=_input_dim(model),
     )
     check_columns(series.ys, "ys", _obs_dim(model, series.inputs))
-    _check_varying_parameters(model, series)
+    _check_scales(model, series)
     return series
 
 
@@ -227,7 +227,7 @@ def prepare_data_batch(
         input_dim=_input_dim(model),
     )
     check_columns(batch.ys, "ys", _obs_dim(model, batch.inputs))
-    _check_varying_parameters(model, jax.tree.map(lambda leaf: leaf[0], batch))
+    _check_scales(model, jax.tree.map(lambda leaf: leaf[0], batch))
     return batch
 
 
@@ -260,12 +260,17 @@ def _obs_dim(model: StateSpaceModel, inputs: Float[Array, "*time input"] | None)
     return _shape_of_draw(model.emission, x, u)[0]
 
 
-def _check_varying_parameters(model: StateSpaceModel, series: Series) -> None:
-    """Evaluate kernels whose parameters depend on the input at one row of known values.
+def _check_scales(model: StateSpaceModel, series: Series) -> None:
+    """Refuse known scales that are not lower triangular.
 
-    Compiled programs evaluate them at traced inputs, where a covariance returned in place of a
-    scale cannot be refused.
+    Constructors check them too, but `equinox.tree_at` does not call these. Kernels whose parameters
+    depend on the input are evaluated at one row of known values: compiled programs evaluate them at
+    traced inputs, where a covariance in place of a scale cannot be refused.
     """
+    for part in (model.prior, model.transition, model.emission):
+        scale = getattr(part, "scale_tril", None)
+        if isinstance(part, (Gaussian, NonlinearGaussianKernel)) and eqx.is_array(scale):
+            check_lower("scale_tril", scale)
     if series.inputs is None or not is_concrete(series.inputs):
         return
     length = series.num_times if series.length is None else series.length
@@ -294,13 +299,6 @@ def check_densities(
                 f" diagonal {pivots}. Give every coordinate some noise, if small; of a"
                 " singular prior or transition, kalman_smoother gives the exact posterior."
             )
-
-
-def check_parameters(model: StateSpaceModel) -> None:
-    """Refuse known parameters that are not finite."""
-    for name in ("prior", "transition", "emission"):
-        for leaf in jax.tree.leaves(eqx.filter(getattr(model, name), eqx.is_inexact_array)):
-            check_finite(leaf, f"The {name}'s parameters")
 
 
 def require_model(model: Any, owner: str) -> None:

@@ -46,7 +46,8 @@ class Smoothed(eqx.Module):
         method: `"exact"`, `"linearised"` or `"amortised"`.
         trustworthy: whether the answer is exact, or agrees with a reference that was computed
             independently of it: a grid, or tempered particles (see `check_posterior`). False if it
-            disagrees, if the reference failed, and if nothing was checked.
+            disagrees, if the reference failed, and if nothing was checked. Of a batch, eight series
+            at most are checked.
         reason: why this method was chosen, with the figures that decided. If no method passed, it
             names the findings.
         family: the family that was trained or given, to be saved, and to be passed as `family` with

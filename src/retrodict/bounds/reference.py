@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy.special import logsumexp
+from scipy.special import gammaincinv, logsumexp
 
 from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains import LinearGaussianChain
@@ -28,14 +28,15 @@ from retrodict.particles import (
     tempered_smoother,
 )
 
-NUM_RUNS = 3
-"""The number of independent particle smoothers that must agree."""
-
-NUM_PARTICLES = (1000, 4000)
-"""The number of particles of each, and the number for a second attempt."""
+ATTEMPTS = ((3, 1000), (6, 4000))
+"""The numbers of independent particle smoothers that must agree, and of particles of each; and the
+same for a second attempt."""
 
 MOST_NOISE = 0.1
 """The largest error of the mean of the runs, as a root mean square of Kolmogorov distances."""
+
+DOUBT = 0.1
+"""The probability that the runs agree by chance although their mean has a larger error."""
 
 GRIDS = {1: (512, 2048, 4096), 2: (48, 96)}
 """Numbers of points per coordinate, by state dimension, from coarse to fine."""
@@ -47,8 +48,16 @@ MOST_GRID_ERROR = 0.5
 """The largest estimated error of a grid, in nats and in standard deviations. The estimate is the
 error of a grid with three quarters of the points, far above that of the grid itself."""
 
-NUM_PRIOR_PATHS = 256
-"""The number of paths of the prior from which the range of the states is estimated."""
+NUM_PRIOR_PATHS = (256, 4096)
+"""The least and the largest number of paths of the prior. They determine the box of a grid, which
+must cover also the states that few paths reach: the data may favour these."""
+
+MOST_PRIOR_VALUES = 2**22
+"""The number of values of these paths from which on there are fewer."""
+
+MARGIN = 0.25
+"""The margin of the box on either side, as a fraction of the range of these paths. Of Gaussian laws
+the box then covers about 6 standard deviations."""
 
 NUM_STARTS = 12
 """The number of these paths from which linearised smoothers start."""
@@ -100,10 +109,10 @@ def find_reference(key: PRNGKey, model: StateSpaceModel, series: Series) -> Refe
         if posterior is not None:
             return from_grid(posterior)
     modes = tuple(_modes(mode_key, model, series, paths))
-    run_key, rerun_key = jax.random.split(particle_key)
-    reference = _from_runs(run_key, model, series, NUM_PARTICLES[0], modes)
+    keys = jax.random.split(particle_key, len(ATTEMPTS))
+    reference = _from_runs(keys[0], model, series, *ATTEMPTS[0], modes)
     if reference.problem is not None:
-        reference = _from_runs(rerun_key, model, series, NUM_PARTICLES[1], modes)
+        reference = _from_runs(keys[1], model, series, *ATTEMPTS[1], modes)
     return reference
 
 
@@ -203,8 +212,10 @@ def _rows(series: Series) -> int:
 
 @eqx.filter_jit
 def _prior_paths(key: PRNGKey, model: StateSpaceModel, series: Series) -> Array:
-    keys = jax.random.split(key, NUM_PRIOR_PATHS)
     n, us = series.num_times, series.inputs
+    least, most = NUM_PRIOR_PATHS
+    count = min(most, max(least, MOST_PRIOR_VALUES // (n * model.state_dim)))
+    keys = jax.random.split(key, count)
     return jax.vmap(lambda key: model.simulate(key, n, inputs=us)[0])(keys)
 
 
@@ -214,14 +225,13 @@ def _prior_paths(key: PRNGKey, model: StateSpaceModel, series: Series) -> Array:
 def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridPosterior | None:
     """Smooth on a grid over the states that the prior reaches; `None` if no grid is good."""
     dim, rows = paths.shape[2], _rows(series)
-    states = paths[:, :rows].reshape(-1, dim)
-    states = states[np.all(np.isfinite(states), axis=1)]
+    states = paths[:, :rows]
+    states = states[np.all(np.isfinite(states), axis=(1, 2))].reshape(-1, dim)
     if not len(states):
         return None
-    low, high = np.quantile(states, [0.005, 0.995], axis=0)
-    width = np.maximum(high - low, 1e-6 * (1 + np.abs(low)))
-    # Of a Gaussian law this is 6.4 standard deviations on either side.
-    low, high = low - 0.75 * width, high + 0.75 * width
+    low, high = np.min(states, axis=0), np.max(states, axis=0)
+    margin = MARGIN * np.maximum(high - low, 1e-6 * (1 + np.abs(low)))
+    low, high = low - margin, high + margin
     level, wider = 0, 0
     while level < len(GRIDS[dim]) and wider < 3:
         points = GRIDS[dim][level]
@@ -247,10 +257,15 @@ def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridP
 
 
 def _from_runs(
-    key: PRNGKey, model: StateSpaceModel, series: Series, count: int, modes: tuple[Mode, ...]
+    key: PRNGKey,
+    model: StateSpaceModel,
+    series: Series,
+    num_runs: int,
+    count: int,
+    modes: tuple[Mode, ...],
 ) -> Reference:
     """Run several tempered particle smoothers, and check that they agree."""
-    keys = jax.random.split(key, NUM_RUNS)
+    keys = jax.random.split(key, num_runs)
     runs = [tempered_smoother(run_key, model, series, count) for run_key in keys]
     evidences = np.array([float(run.log_evidence) for run in runs])
     codes, problem = [int(run.status) for run in runs], None
@@ -264,11 +279,9 @@ def _from_runs(
             others = jnp.concatenate([each.samples for j, each in enumerate(runs) if j != i])
             apart.append(root_mean_square(distances(run.samples, others)[: _rows(series)]))
         difference = root_mean_square(apart)
-        # A run and the mean of the K - 1 others differ by sqrt(K / (K - 1)) times the error of one
-        # run, and the mean of all K runs has 1 / sqrt(K) of that error.
-        if difference * np.sqrt((NUM_RUNS - 1) / NUM_RUNS**2) > MOST_NOISE:
+        if _largest_error(difference, num_runs) > MOST_NOISE:
             problem = (
-                f"{NUM_RUNS} particle smoothers with {count} tempered particles disagree: their"
+                f"{num_runs} particle smoothers with {count} tempered particles disagree: their"
                 f" marginals differ by {difference:.0%} on average"
             )
     spread = np.std(evidences, ddof=1) if np.all(np.isfinite(evidences)) else np.inf
@@ -276,11 +289,24 @@ def _from_runs(
     return Reference(
         jnp.concatenate([run.samples for run in runs]),
         jnp.asarray(log_mean_exp(evidences)),
-        jnp.asarray(max(float(spread), root_mean_square(errors)) / np.sqrt(NUM_RUNS)),
+        jnp.asarray(max(float(spread), root_mean_square(errors)) / np.sqrt(num_runs)),
         "particles",
         problem,
         modes,
     )
+
+
+def _largest_error(difference: float, num_runs: int) -> float:
+    """Return an upper limit of the error of the mean of K runs.
+
+    1. A run and the mean of the K − 1 others differ by √(K / (K − 1)) times the error of one run.
+    2. The mean of all K runs has 1 / √K of that error.
+    3. If the share of a mode is noisy, this estimate has K − 1 degrees of freedom, so that few runs
+       often agree by chance: the limit holds with probability 1 − `DOUBT`.
+    """
+    freedom = num_runs - 1
+    error = difference * np.sqrt(freedom) / num_runs
+    return float(error * np.sqrt(0.5 * freedom / gammaincinv(0.5 * freedom, DOUBT)))
 
 
 # --- modes ----------------------------------------------------------------------------------------
@@ -297,7 +323,7 @@ def _modes(key: PRNGKey, model: StateSpaceModel, series: Series, paths: Array) -
     mean, scales = first.mean, first.scale_tril
     starts = list(paths[:NUM_STARTS])
     if bool(jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(scales))):
-        reflections = [centre + signs * (mean - centre) for signs in _flips(mean.shape[1])]
+        reflections = [centre + signs[None] * (mean - centre) for signs in _flips(mean.shape[1])]
         starts = [mean, *reflections, *starts]
     else:
         scales = jax.vmap(jnp.diag)(0.1 * spread)

@@ -1,9 +1,6 @@
 """The commands that run experiments: `demo` and `reproduce`."""
 
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -93,7 +90,7 @@ def reproduce(
         ". What was computed is kept; name another folder, or make room and run the same command"
         " again."
     )
-    with _compilation_cache(out / "compiled"), ExitStack() as opened, writing(out, remedy):
+    with ExitStack() as opened, writing(out, remedy):
 
         def stages_of(name: str, num_stages: int) -> Stages:
             opened.pop_all().close()
@@ -115,28 +112,3 @@ def reproduce(
     for chapter in result.chapters:
         typer.echo(f"{chapter.title}\n  {chapter.summary}\n")
     typer.echo(f"Wrote {result.report}.")
-
-
-@contextmanager
-def _compilation_cache(folder: Path) -> Iterator[None]:
-    """Cache compiled programs in a folder: fits that differ in numbers alone share one.
-
-    A folder that the user named in JAX's environment variable has precedence.
-    """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        yield
-        return
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    try:
-        with warnings.catch_warnings():
-            # An entry that cannot be written or read is compiled instead.
-            warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")
-            yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-        compilation_cache.reset_cache()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from retrodict._model import StateSpaceModel
+from retrodict._model import StateSpaceModel, unwrap
 from retrodict.models._equations import (
     AbstractColumns,
     AbstractEquation,
@@ -132,6 +132,6 @@ def _parts(equation: AbstractEquation) -> list[str]:
     if isinstance(equation, MeanReverting):
         return [first or "signal", *(["shock"] if equation.augmented else [])]
     if isinstance(equation, Lagged):
-        order = equation.coefficients.shape[1]
+        order = unwrap(equation.coefficients).shape[1]
         return ["signal", *(f"signal_lag{i}" for i in range(1, order))]
     return []

@@ -19,7 +19,7 @@ from retrodict.models._equations import AbstractNamed, LinearDynamics, Regular, 
 from retrodict.models._registry import ready
 from retrodict.models._start import Sample, centre, spread
 
-MOST_WEIGHTS = 50_000_000
+MAX_WEIGHTS = 50_000_000
 """The largest number of weights of a network; a model file builds it when it is read."""
 
 
@@ -92,9 +92,9 @@ def neural_decoder(
         raise ValueError(f"`persistence` must be between 0 and 1, got {persistence}.")
     width = check_count(width, "width")
     num_weights = width * (latent_dim + obs_dim + width * max(0, depth - 1))
-    if num_weights > MOST_WEIGHTS:
+    if num_weights > MAX_WEIGHTS:
         raise ValueError(
-            f"The network would have {num_weights} weights, and at most {MOST_WEIGHTS} are"
+            f"The network would have {num_weights} weights, and at most {MAX_WEIGHTS} are"
             f" supported: choose a smaller `width` than {width}, or a smaller `depth` than {depth}."
         )
     network = eqx.nn.MLP(latent_dim, obs_dim, width, depth, activation=jax.nn.tanh, key=key)

@@ -34,7 +34,7 @@ OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 DOT = re.compile(r"(?<!\d)\.|\.(?!\d)|\.(?=\d+\.)")
 """A dot that is not the decimal point of a number."""
 
-MOST_DOTS = 5000
+MAX_DOTS = 5000
 """The largest number of such dots in a model file: a key of many parts takes quadratic time."""
 
 SCHEMA_VERSION = 1
@@ -235,8 +235,8 @@ def read_toml(path: str | Path) -> ModelSpec:
         raise ModelError(f"{path} cannot be read: it is not a regular file.")
     try:
         text = Path(path).read_text("utf-8")
-        if len(DOT.findall(text)) > MOST_DOTS:
-            raise ModelError(f"{path} has more than {MOST_DOTS} dots in names; use shorter names.")
+        if len(DOT.findall(text)) > MAX_DOTS:
+            raise ModelError(f"{path} has more than {MAX_DOTS} dots in names; use shorter names.")
         content = tomllib.loads(text)
     except ModelError:
         raise
