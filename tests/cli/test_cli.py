@@ -19,7 +19,7 @@ from retrodict import _files
 from retrodict._interface import Argument, UserError
 from retrodict._workspace import Progress
 from retrodict.cli import interrupt_again, main
-from retrodict.cli._errors import as_line
+from retrodict.cli._errors import as_line, writing
 from retrodict.experiments import demo, reproduction
 from retrodict.experiments._report import Chapter, Section, Table
 
@@ -111,6 +111,14 @@ def test_exported_names_are_imported_on_first_use():
     assert all(getattr(rd, name) is getattr(rd, name) for name in dir(rd))
     with pytest.raises(AttributeError, match="'retrodict' has no attribute 'kalman_smother'"):
         getattr(rd, "kalman_smother")  # noqa: B009
+
+
+def test_removed_folder_is_named(tmp_path: Path):
+    with (
+        pytest.raises(UserError, match=r"^The folder .* of a.rd does not exist"),
+        writing(tmp_path / "answers.csv"),
+    ):
+        rd.save(tmp_path / "removed" / "a.rd", 1)
 
 
 def test_version_option_prints_the_installed_version(retrodict: Callable[..., Outcome]):

@@ -1,5 +1,8 @@
 """Tables that are broken, each in its own way: one line that says where and what to do."""
 
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 import xarray as xr
 
 import retrodict as rd
+from retrodict.data._files import read_binary
 
 GOOD = "time,y,u\n2020-01-01,1.5,0\n2020-01-02,2.5,1\n2020-01-03,3.5,0\n"
 
@@ -271,3 +275,27 @@ def test_broken_table_leaves_no_output_file(tmp_path: Path):
     with pytest.raises(Exception, match=r"."):
         rd.data.write(broken, target)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_that_read_restore_hooks_and_warnings():
+    """The thread that began first may be the first to end."""
+    before = sys.unraisablehook, list(warnings.filters)
+    began, ended = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.wait(20)
+
+    def second() -> None:
+        began.set()
+        assert ended.wait(20)
+
+    threads = [
+        threading.Thread(target=read_binary, args=(read, "name", "Parquet"))
+        for read in (first, second)
+    ]
+    threads[0].start()
+    threads[1].start()
+    threads[0].join()
+    ended.set()
+    threads[1].join()
+    assert (sys.unraisablehook, list(warnings.filters)) == before

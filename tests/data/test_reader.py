@@ -764,6 +764,8 @@ def test_dates_written_as_numbers_are_dates(name: str, tmp_path: Path):
     if form == "%YM%m":
         return
     assert_same(rd.data.read(frame.astype({"t": "int64"})), table)
+    frame.astype({"t": float}).to_csv(tmp_path / "float.csv", index=False)
+    assert_same(rd.data.read(tmp_path / "float.csv"), table)
     assert any(form in note for note in table.notes)
     # What was recognised is in the layout: one row of it is read in the same way.
     later = {"t": [int(frame["t"].iloc[-1])], "y": [1.0]}

@@ -23,7 +23,7 @@ import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 from retrodict.cli._display import LearningDisplay
-from retrodict.runs import _run, _stream, _stream_learning, _stream_lines
+from retrodict.runs import _run, _stream, _stream_files, _stream_learning, _stream_lines
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
@@ -673,6 +673,18 @@ def test_two_streams_do_not_share_a_state(fitted, lines, tmp_path):
     assert out.read_bytes() == again.read_bytes()
 
 
+@pytest.mark.parametrize("count", [np.nan, np.inf, -5, -1.0, 2.0**62])
+@pytest.mark.parametrize("field", ["written", "read"])
+def test_a_state_with_impossible_counts_is_refused(field, count, fitted, lines, tmp_path):
+    state, out = tmp_path / "state", tmp_path / "out.csv"
+    runs.stream(fitted, source_of(lines[:45]), out, lag=LAG, state=state)
+    fields, fingerprint = rd.load(state)
+    altered = _stream_files.StreamState(*fields)._replace(**{field: np.asarray(count)})
+    rd.save(state, (tuple(altered), fingerprint))
+    with pytest.raises(runs.RunError, match="another version"):
+        runs.stream(fitted, source_of(lines[:50]), out, lag=LAG, state=state)
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_a_lock_that_is_a_pipe_or_a_link_is_refused(kind: str, fitted, lines, tmp_path):
     """A run may be from others: a pipe would wait forever, and a link makes a file elsewhere."""
@@ -685,7 +697,8 @@ def test_a_lock_that_is_a_pipe_or_a_link_is_refused(kind: str, fitted, lines, tm
 
 def test_partial_state_of_killed_stream_is_removed(fitted, lines, tmp_path):
     orphan, other = tmp_path / ".state.0123.partial", tmp_path / ".other.0123.partial"
-    orphan.write_bytes(b"half"), other.write_bytes(b"half")
+    for partial in (orphan, other):
+        partial.write_bytes(b"half")
     runs.stream(fitted, source_of(lines[:45]), io.BytesIO(), lag=LAG, state=tmp_path / "state")
     assert not orphan.exists() and other.exists()
 

@@ -74,5 +74,7 @@ def writing(out: Path, remedy: str = "") -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
+        if error.errno is None:  # of the library, in whole sentences
+            raise UserError(f"{error}{remedy}") from error
         reason = error.strerror or error
         raise UserError(f"cannot write to {error.filename or out}: {reason}{remedy}") from error

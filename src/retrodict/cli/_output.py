@@ -52,7 +52,7 @@ def print_verdict(checked: Any) -> None:
     """Print the verdict of a check, and which part of the table it is based on."""
     typer.echo(f"verdict: {checked.worst}. {checked.verdict}")
     if checked.scope is not None and checked.scope.is_partial:
-        typer.echo(checked.scope.words)
+        typer.echo(checked.scope.summary)
 
 
 def put_result(

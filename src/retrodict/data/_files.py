@@ -7,8 +7,10 @@ import io
 import itertools
 import mmap
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,24 +85,44 @@ def read_binary(read: Callable[[], T], name: str, kind: str) -> T:
         name: the path of the file.
         kind: the format.
     """
-    reason, hook = None, sys.unraisablehook
-    sys.unraisablehook = lambda _: None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return read()
-            except DataError:
-                raise
-            except Exception as error:
-                lines = str(error).strip().splitlines()
-                reason = lines[0][:120] if lines else type(error).__name__
+    reason = None
+    with _SILENCE:
+        try:
+            return read()
+        except DataError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            reason = lines[0][:120] if lines else type(error).__name__
         gc.collect(1)  # new objects only; the whole heap would take a second
-    finally:
-        sys.unraisablehook = hook
     raise DataError(
         f"{name}: damaged, truncated or not a {kind} file ({reason}); write or fetch it again."
     )
+
+
+class _Silence:
+    """Silence of warnings and destructors; the last of several threads that read ends it."""
+
+    def __init__(self) -> None:
+        self.lock, self.readers, self.changes = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.readers:
+                self.changes.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                self.changes.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+                sys.unraisablehook = lambda _: None
+            self.readers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.readers -= 1
+            if not self.readers:
+                self.changes.close()
+
+
+_SILENCE = _Silence()
 
 
 def check_size(declared: int, stored: int, name: str) -> None:

@@ -107,6 +107,8 @@ def timestamps(source: Source, column: str, time_format: str | None) -> np.ndarr
             source.refuse(~np.isfinite(values), column, "the time is infinite; correct it.")
             return values.astype(np.int64) if _are_whole(values) else values
     cells = [str(int(c)) if _is_whole(c) else str(c).strip() for c in series.tolist()]
+    if time_format in CODES.values():  # text such as 200001.0
+        cells = [cell.removesuffix(".0") for cell in cells]
     return _parse_dates(source, column, cells, time_format)
 
 

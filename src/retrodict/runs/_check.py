@@ -66,7 +66,7 @@ class Scope(NamedTuple):
         return self.rows_checked < self.rows
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The scope as a sentence."""
         if not self.is_partial:
             return f"Checked all {self.rows} rows."
@@ -83,7 +83,7 @@ class Check(NamedTuple):
 
     Attributes:
         findings: one per check.
-        verdict: the verdict in words.
+        verdict: a sentence with the failed or doubtful checks.
         scope: the part of the table that was checked.
     """
 
@@ -115,7 +115,7 @@ class Check(NamedTuple):
             for name, value, meaning, verdict, numbers in self.findings
         ]
         scope = {} if self.scope is None else self.scope._asdict()
-        tree = {"verdict": self.worst, "words": self.verdict, **scope, "findings": findings}
+        tree = {"verdict": self.worst, "summary": self.verdict, **scope, "findings": findings}
         return json.loads(as_json(tree))
 
 
@@ -174,7 +174,7 @@ def check(
         findings += compute()
         progress.end(name, kept=False)
     scope = Scope(part.num_series, summary.num_series, int(part.length.sum()), summary.num_rows)
-    return Check(tuple(findings), _in_words(findings), scope)
+    return Check(tuple(findings), _summary(findings), scope)
 
 
 def _grade(value: float, doubtful: float, bad: float) -> Verdict:
@@ -396,7 +396,7 @@ def _repeated(table: data.Table, times: int) -> data.Table:
     return dataclasses.replace(table, **repeated, times=table.times * times)
 
 
-def _in_words(findings: list[Finding]) -> str:
+def _summary(findings: list[Finding]) -> str:
     bad = "; ".join(finding.name for finding in findings if finding.verdict == "bad")
     doubtful = "; ".join(finding.name for finding in findings if finding.verdict == "doubtful")
     if bad:

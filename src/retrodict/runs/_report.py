@@ -91,7 +91,7 @@ def write_report(
         table = table.leading_series()
     if checked is None:
         checked = check(run, full_table, seed=seed, progress=progress)
-    scope = [checked.scope.words] if checked.scope and checked.scope.is_partial else []
+    scope = [checked.scope.summary] if checked.scope and checked.scope.is_partial else []
     progress.begin(PAGE_STAGE)
     results = run.record["results"]
     content = ReportContent(

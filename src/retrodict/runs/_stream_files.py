@@ -139,10 +139,18 @@ def read_state(path: Path, fingerprint: str, fresh: StreamState) -> StreamState:
         and [np.ndim(number) for number in numbers] == [0, 0, 1, 0]
         and all(isinstance(number, np.ndarray | np.generic) for number in numbers)
         and all(number.dtype.kind in "bifu" for number in numbers)
+        # Compared with the monitor of `fresh`: two numbers of rows and of bytes, after an array.
+        and all(_is_count(n) for n in (state.written, state.read, *(state.monitor or ())[1:]))
     )
     if not matches:
         raise other_version
     return state._replace(smoother=jax.tree.unflatten(structure, jax.tree.leaves(state.smoother)))
+
+
+def _is_count(number: Any) -> bool:
+    """Return whether a number is a whole one, and not negative."""
+    value = np.asarray(number)
+    return value.ndim == 0 and value.dtype.kind == "i" and int(value) >= 0
 
 
 def _forms(tree: Any) -> list[tuple[Any, str]]:
