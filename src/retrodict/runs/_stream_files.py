@@ -140,7 +140,9 @@ def read_state(path: Path, fingerprint: str, fresh: StreamState) -> StreamState:
         and all(isinstance(number, np.ndarray | np.generic) for number in numbers)
         and all(number.dtype.kind in "bifu" for number in numbers)
         # Compared with the monitor of `fresh`: two numbers of rows and of bytes, after an array.
-        and all(_is_count(n) for n in (state.written, state.read, *(state.monitor or ())[1:]))
+        and all(
+            _is_count(n) for n in (state.output_bytes, state.num_rows, *(state.monitor or ())[1:])
+        )
     )
     if not matches:
         raise other_version
