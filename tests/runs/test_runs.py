@@ -329,8 +329,8 @@ def test_check_reports_numbers_and_coverage(run: runs.Run, monkeypatch):
     assert f"{100 * hidden['value']:.1f}% of {hidden['details']['hidden']}" in hidden["text"]
     tests = [line for name, line in named.items() if name.endswith("(volume)")]
     assert tests and all(0.0 <= line["value"] <= 1.0 for line in tests)
-    assert "8 of 10 series" in runs.Scope(8, 10, 240, 300).words
-    assert runs.Scope(1, 1, 2000, 2500).words == (
+    assert "8 of 10 series" in runs.Scope(8, 10, 240, 300).summary
+    assert runs.Scope(1, 1, 2000, 2500).summary == (
         "Checked 2000 of 2500 rows, the last of each series."
     )
 
