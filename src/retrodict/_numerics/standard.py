@@ -12,7 +12,7 @@ state, so that singular, narrow and decaying directions need no special case.
 
 Small states use unrolled Gram–Schmidt and scalar updates. Larger ones use Cholesky factors of Gram
 matrices, which are several times faster than LAPACK's QR, where these are accurate to ε^(2/3), and
-QR elsewhere. The choice is made at run time for each batch of rows.
+QR or scalar updates elsewhere. The choice is made at run time for each batch of rows.
 """
 
 from functools import partial
@@ -108,14 +108,25 @@ def _triangularise_large(rows: Float[Array, "*time r c"]) -> tuple[Array, Array]
 
 @_triangularise_large.defjvp
 def _triangularise_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple, tuple]:
-    """Differentiate rows = B q under q qᵀ = I, where B has no zero pivot."""
+    """Differentiate rows = B q under q qᵀ = I.
+
+    With solved = B⁻¹ rows', dB = B C and dq = solved − C q, where C + Cᵀ = mixed + mixedᵀ for
+    mixed = solved qᵀ. C is lower triangular, so that dB is. Where a pivot of B is zero, its row and
+    its column of C are those of `mixed`, and the pivot counts as one. Then dB is no longer lower
+    triangular there, but dB Bᵀ + B dBᵀ is the derivative of rows rowsᵀ. The part of rows' that is
+    in no direction q is lost: it affects this product to second order.
+    """
     lower, q = _triangularise_large(*primals)
     pivots = jnp.diagonal(lower, axis1=-2, axis2=-1)
+    sizes = jnp.sqrt(jnp.sum(lower**2, axis=-1))
+    dependent = pivots <= 10 * lower.shape[-1] * jnp.finfo(lower.dtype).eps * sizes
     eye = _identity_like(lower)
-    solved = _solve(lower + eye * jnp.where(pivots == 0, 1.0, 0.0)[..., None], tangents[0])
+    filled = jnp.where(dependent[..., None, :], eye, lower)
+    solved = _solve(filled, tangents[0])
     mixed = _matmul(solved, _transpose(q))
     change = jnp.tril(mixed + _transpose(mixed), -1) + mixed * eye
-    return (lower, q), (_matmul(lower, change), solved - _matmul(change, q))
+    change = jnp.where(dependent[..., None, :] | dependent[..., None], mixed, change)
+    return (lower, q), (_matmul(filled, change), solved - _matmul(change, q))
 
 
 def lower_factor(rows: Float[Array, "*time r c"]) -> Float[Array, "*time r r"]:
@@ -152,14 +163,9 @@ def _resolved(lower: Float[Array, "*time d d"]) -> Bool[Array, ""]:
 
 def condition_standard(design: Float[Array, "*time p d"]) -> Conditioning:
     """Condition standard normal e on r = F e + ε, for a design F and standard normal ε."""
-    d = design.shape[-1]
-    if d > linalg.UNROLLED:
-        return lax.cond(
-            _is_moderate(design),
-            _condition_by_cholesky,
-            lambda design: _over_rows(_condition_by_qr, design),
-            design,
-        )
+    if design.shape[-1] > linalg.UNROLLED:
+        by_entries = partial(_over_rows, _condition_by_entries)
+        return lax.cond(_is_moderate(design), _condition_by_cholesky, by_entries, design)
     return _over_rows(_condition_by_entries, design)
 
 
@@ -170,7 +176,7 @@ def shrinkage_of(design: Float[Array, "*time p d"]) -> Float[Array, "*time d d"]
     return lax.cond(
         _is_moderate(design),
         _shrinkage_by_cholesky,
-        lambda design: _over_rows(_condition_by_qr, design).shrinkage,
+        lambda design: _over_rows(_condition_by_entries, design).shrinkage,
         design,
     )
 
@@ -245,6 +251,11 @@ def _process_entries(
     identity = jnp.eye(d, width, dtype=dtype)
     stack = linalg.fence(jnp.concatenate([identity, jnp.concatenate([design, -values], axis=1)]))
     spread = jnp.asarray(is_diagonal, dtype)
+    if d > linalg.UNROLLED:
+        stack, spread, rows, variances = _process_entries_in_a_loop(
+            stack, spread, jnp.asarray(later)
+        )
+        return _processed(stack[:d], spread, rows[:, d:], variances)
     rows, variances = [], []
     for i in range(p):
         f = stack[d]
@@ -261,23 +272,48 @@ def _process_entries(
         spread = step[1]
         rows.append(step[0, d:])
         variances.append(step[1, -1:])
-    deviations = jnp.sqrt(jnp.concatenate(variances))
+    return _processed(stack, spread, jnp.stack(rows), jnp.concatenate(variances))
+
+
+def _processed(
+    stack: Float[Array, "d c"],
+    spread: Float[Array, "c"],
+    rows: Float[Array, "p q"],
+    variances: Float[Array, "p"],
+) -> tuple[Float[Array, "d d"], Float[Array, "d q"], Float[Array, "p q"], Float[Array, "p"]]:
+    """Return the results of `_process_entries` from those of its loop."""
+    d, deviations = stack.shape[0], jnp.sqrt(variances)
     return (
         stack[:, :d] * linalg.safe_sqrt(spread[:d])[None, :],
         stack[:, d:],
-        -jnp.stack(rows) * deviations[:, None],
+        -rows * deviations[:, None],
         1.0 / deviations,
     )
 
 
-def _condition_by_qr(design: Float[Array, "p d"]) -> Conditioning:
-    """Condition by triangularising [[I, F], [0, I]]."""
-    p, d = design.shape
-    top = jnp.concatenate([jnp.eye(p, dtype=design.dtype), design], axis=1)
-    bottom = jnp.eye(d, p + d, k=p, dtype=design.dtype)
-    factor = linalg.tria_by_qr(jnp.concatenate([top, bottom]))
-    whitener = jnp.tril(_solve(factor[:p, :p], jnp.eye(p, dtype=design.dtype)))
-    return Conditioning(factor[p:, p:], linalg.matmul(factor[p:, :p], whitener), whitener)
+def _process_entries_in_a_loop(
+    stack: Float[Array, "d_plus_p c"], spread: Float[Array, "c"], later: Float[Array, "d c"]
+) -> tuple[Float[Array, "d_plus_p c"], Float[Array, "c"], Float[Array, "p c"], Float[Array, "p"]]:
+    """Run the loop of `_process_entries` without unrolling it, for larger states.
+
+    Returns:
+        The stack, D, the rows when they are processed, divided by their variances, and the
+        variances.
+    """
+    d = later.shape[0]
+    is_diagonal = np.arange(stack.shape[1]) < d
+
+    def step(state: tuple[Array, Array], i: Array) -> tuple[tuple, tuple]:
+        stack, spread = state
+        f = stack[d + i]
+        products = later * (f[:d] * spread[:d])[:, None]
+        alpha = 1.0 + linalg.matvec(products.T, f[:d])
+        sums = linalg.matmul(stack[:, :d], products)
+        after = jnp.where(is_diagonal, spread * (alpha / (alpha + f * f * spread)), alpha)
+        return (stack - sums * (f / alpha)[None, :], after), (f / alpha, alpha[-1])
+
+    (stack, spread), rows = lax.scan(step, (stack, spread), jnp.arange(stack.shape[0] - d))
+    return stack, spread, *rows
 
 
 def reverse_scale(
