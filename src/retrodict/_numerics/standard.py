@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from retrodict._numerics import linalg
+from retrodict._numerics.scalar_updates import process_entries
 
 
 class StandardKernel(NamedTuple):
@@ -110,11 +110,10 @@ def _triangularise_large(rows: Float[Array, "*time r c"]) -> tuple[Array, Array]
 def _triangularise_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple, tuple]:
     """Differentiate rows = B q under q qᵀ = I.
 
-    With solved = B⁻¹ rows', dB = B C and dq = solved − C q, where C + Cᵀ = mixed + mixedᵀ for
-    mixed = solved qᵀ. C is lower triangular, so that dB is. Where a pivot of B is zero, its row and
-    its column of C are those of `mixed`, and the pivot counts as one. Then dB is no longer lower
-    triangular there, but dB Bᵀ + B dBᵀ is the derivative of rows rowsᵀ. The part of rows' that is
-    in no direction q is lost: it affects this product to second order.
+    With solved = B⁻¹ rows' and mixed = solved qᵀ, dB = B C and dq = solved − C q for the lower
+    triangular C with C + Cᵀ = mixed + mixedᵀ. A pivot of zero counts as one, and its row and column
+    of C are those of `mixed`. There dB is not lower triangular, but dB Bᵀ + B dBᵀ is still the
+    derivative of rows rowsᵀ, which the part of rows' in no direction q affects to second order.
     """
     lower, q = _triangularise_large(*primals)
     pivots = jnp.diagonal(lower, axis1=-2, axis2=-1)
@@ -208,7 +207,7 @@ def _condition_by_cholesky(design: Float[Array, "*time p d"]) -> Conditioning:
 
 def _condition_by_entries(design: Float[Array, "p d"]) -> Conditioning:
     eye = jnp.eye(design.shape[0], dtype=design.dtype)
-    shrinkage, gain, whitener, _ = _process_entries(design, eye)
+    shrinkage, gain, whitener, _ = process_entries(design, eye)
     return Conditioning(shrinkage, gain, whitener)
 
 
@@ -225,95 +224,8 @@ def condition_on(
         update = condition_standard(design)
         mean, white = linalg.matvec(update.gain, value), linalg.matvec(update.whitener, value)
         return mean, update.shrinkage, white, jnp.diagonal(update.whitener)
-    shrinkage, mean, white, pivots = _process_entries(design, value[:, None])
+    shrinkage, mean, white, pivots = process_entries(design, value[:, None])
     return mean[:, 0], shrinkage, white[:, 0], pivots
-
-
-def _process_entries(
-    design: Float[Array, "p d"], values: Float[Array, "p q"]
-) -> tuple[Float[Array, "d d"], Float[Array, "d q"], Float[Array, "p q"], Float[Array, "p"]]:
-    """Condition on one scalar entry after another (Bierman's update), for q columns of values.
-
-    The law of e given the entries so far is L diag(D) Lᵀ, with a unit lower triangular L, and its
-    means are X. For the entry v_i = f e + ε, with f L in place of f and α_j = 1 + Σ_{l>j} f_l² D_l,
-    column j of L becomes L_j − (f_j/α_j) Σ_{l>j} L_l D_l f_l and D_j becomes
-    D_j α_j / (α_j + f_j² D_j). The columns X follow the formula of a column of L, with f X − v_i in
-    place of f_j and the sum over all l. D is multiplied by ratios, and nothing is subtracted from
-    it. The rows [f L | f X − v] of later entries are stored below [L | X] and are updated with it.
-
-    Returns:
-        The factor L √D, the means X, the whitened values, and the diagonal of their whitener.
-    """
-    (p, d), width, dtype = design.shape, design.shape[1] + values.shape[1], design.dtype
-    # later[l, j]: whether column l of L enters the sums of column j.
-    later = np.concatenate([np.tril(np.ones((d, d)), -1), np.ones((d, width - d))], axis=1)
-    later, is_diagonal = later.astype(dtype), np.arange(width) < d
-    identity = jnp.eye(d, width, dtype=dtype)
-    stack = linalg.fence(jnp.concatenate([identity, jnp.concatenate([design, -values], axis=1)]))
-    spread = jnp.asarray(is_diagonal, dtype)
-    if d > linalg.UNROLLED:
-        stack, spread, rows, variances = _process_entries_in_a_loop(
-            stack, spread, jnp.asarray(later)
-        )
-        return _processed(stack[:d], spread, rows[:, d:], variances)
-    rows, variances = [], []
-    for i in range(p):
-        f = stack[d]
-        alpha = 1.0 + linalg.sum_of([later[k] * (f[k] * f[k] * spread[k]) for k in range(d)])
-        # Storing both in one array gives one loop; its last entry is the innovation variance.
-        after = jnp.where(is_diagonal, spread * (alpha / (alpha + f * f * spread)), alpha)
-        step = linalg.fence(jnp.stack([f / alpha, after]))
-        sums = linalg.sum_of(
-            [stack[:, k, None] * (later[k] * (f[k] * spread[k]))[None, :] for k in range(d)]
-        )
-        moved = stack - sums * step[0][None, :]
-        rest = jnp.concatenate([moved[:d], moved[d + 1 :]]) if i < p - 1 else moved[:d]
-        stack = linalg.fence(rest)
-        spread = step[1]
-        rows.append(step[0, d:])
-        variances.append(step[1, -1:])
-    return _processed(stack, spread, jnp.stack(rows), jnp.concatenate(variances))
-
-
-def _processed(
-    stack: Float[Array, "d c"],
-    spread: Float[Array, "c"],
-    rows: Float[Array, "p q"],
-    variances: Float[Array, "p"],
-) -> tuple[Float[Array, "d d"], Float[Array, "d q"], Float[Array, "p q"], Float[Array, "p"]]:
-    """Return the results of `_process_entries` from those of its loop."""
-    d, deviations = stack.shape[0], jnp.sqrt(variances)
-    return (
-        stack[:, :d] * linalg.safe_sqrt(spread[:d])[None, :],
-        stack[:, d:],
-        -rows * deviations[:, None],
-        1.0 / deviations,
-    )
-
-
-def _process_entries_in_a_loop(
-    stack: Float[Array, "d_plus_p c"], spread: Float[Array, "c"], later: Float[Array, "d c"]
-) -> tuple[Float[Array, "d_plus_p c"], Float[Array, "c"], Float[Array, "p c"], Float[Array, "p"]]:
-    """Run the loop of `_process_entries` without unrolling it, for larger states.
-
-    Returns:
-        The stack, D, the rows when they are processed, divided by their variances, and the
-        variances.
-    """
-    d = later.shape[0]
-    is_diagonal = np.arange(stack.shape[1]) < d
-
-    def step(state: tuple[Array, Array], i: Array) -> tuple[tuple, tuple]:
-        stack, spread = state
-        f = stack[d + i]
-        products = later * (f[:d] * spread[:d])[:, None]
-        alpha = 1.0 + linalg.matvec(products.T, f[:d])
-        sums = linalg.matmul(stack[:, :d], products)
-        after = jnp.where(is_diagonal, spread * (alpha / (alpha + f * f * spread)), alpha)
-        return (stack - sums * (f / alpha)[None, :], after), (f / alpha, alpha[-1])
-
-    (stack, spread), rows = lax.scan(step, (stack, spread), jnp.arange(stack.shape[0] - d))
-    return stack, spread, *rows
 
 
 def reverse_scale(
