@@ -169,6 +169,32 @@ def test_diffuse_priors_keep_their_accuracy(prior_scale):
     np.testing.assert_allclose(means[0].covariance, means[1].covariance, atol=tolerance)
 
 
+def test_the_evidence_in_float32_under_a_wide_prior(x32):
+    # Six rows of one sensor determine the state, and gains are large until then.
+    rng = np.random.default_rng(0)
+    axes = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    weight, design = axes @ np.diag(np.linspace(0.5, 0.95, 6)) @ axes.T, rng.normal(size=(1, 6))
+    states = [1e5 * rng.normal(size=6)]
+    for _ in range(39):
+        states.append(weight @ states[-1] + 0.3 * rng.normal(size=6))
+    ys = np.stack(states) @ design.T + 0.5 * rng.normal(size=(40, 1))
+
+    def log_evidence(dtype):
+        def array(values):
+            return np.asarray(np.asarray(values, np.float32), dtype)
+
+        model = rd.StateSpaceModel(
+            rd.Gaussian(array(np.zeros(6)), array(1e5 * np.eye(6))),
+            rd.LinearGaussianKernel(array(weight), array(np.zeros(6)), array(0.3 * np.eye(6))),
+            rd.LinearGaussianKernel(array(design), array(np.zeros(1)), array([[0.5]])),
+        )
+        return float(rd.kalman_smoother(model, array(ys)).log_evidence)
+
+    with jax.enable_x64(True):
+        expected = log_evidence(np.float64)
+    assert log_evidence(np.float32) == pytest.approx(expected, abs=0.5)
+
+
 @pytest.mark.slow
 def test_kalman_smoother_equals_statsmodels():
     from statsmodels.tsa.statespace.kalman_smoother import KalmanSmoother

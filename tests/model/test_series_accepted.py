@@ -22,6 +22,7 @@ from linear_models import linear_model
 from scipy.stats import multivariate_normal
 
 import retrodict as rd
+from retrodict._model import NaturalGaussian
 
 pytestmark = pytest.mark.usefixtures("untyped")
 
@@ -631,8 +632,8 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Any], Any], np.ndarray, str]] = {
         "covariance",
     ),
     "Diagonal": (rd.Diagonal, np.ones(2), "std"),
-    "natural mean": (lambda v: rd.NaturalGaussian(v, ONES), ONES[0], "precision_mean"),
-    "natural precision": (lambda v: rd.NaturalGaussian(ONES[0], v), ONES, "precision"),
+    "natural mean": (lambda v: NaturalGaussian(v, ONES), ONES[0], "precision_mean"),
+    "natural precision": (lambda v: NaturalGaussian(ONES[0], v), ONES, "precision"),
     "kernel weight": (lambda v: _kernel(weight=v), ONES, "weight"),
     "kernel bias": (lambda v: _kernel(bias=v), ONES[0], "bias"),
     "kernel scale": (lambda v: _kernel(scale_tril=v), ONES, "scale_tril"),

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from retrodict._numerics import condition_standard, lower_factor, predict_scale, reverse_scale
+from retrodict._numerics import (
+    condition_standard,
+    lower_factor,
+    predict_scale,
+    reverse_scale,
+    shrinkage_of,
+)
 
 STATES = [2, 9]
 """Below and above the number of rows for which loops are unrolled."""
@@ -76,6 +82,16 @@ def test_conditioning_on_rows_equals_joint_gaussian(d, p, size):
 
 
 @pytest.mark.parametrize("d", STATES)
+def test_conditioning_keeps_the_relative_precision_of_narrow_laws(d):
+    # All directions become 1e-12 times as wide. An error of ε in the shrinkage would be 1e-4 of it.
+    design = 1e12 * np.random.default_rng(0).normal(size=(3, d, d))
+    shrinkage = np.asarray(condition_standard(jnp.asarray(design)).shrinkage)
+    np.testing.assert_allclose(shrinkage, shrinkage_of(jnp.asarray(design)), rtol=1e-9)
+    rows = design @ shrinkage
+    np.testing.assert_allclose(transpose(rows) @ rows, [np.eye(d)] * 3, atol=1e-9)
+
+
+@pytest.mark.parametrize("d", STATES)
 def test_backward_kernels_equal_joint_gaussian(d):
     rng = np.random.default_rng(d)
     scale = np.tril(rng.normal(size=(3, d, d)))
@@ -121,3 +137,21 @@ def test_derivatives_of_lower_factors_equal_finite_differences(d):
 
     expected = jax.grad(lambda rows: jnp.sum(jnp.sin(rows @ jnp.swapaxes(rows, -1, -2))))(rows)
     np.testing.assert_allclose(jax.grad(covariance)(rows), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("d", STATES)
+def test_derivatives_of_lower_factors_of_dependent_rows(d):
+    # Pivots are rounding errors. A division by them would make derivatives of the order 1/ε.
+    rng = np.random.default_rng(d)
+    rows = np.zeros((3, d, 2 * d))
+    rows[:, :, 0] = 0.9 * rng.normal(size=(3, d))
+    rows[:, :, d] = 0.3 * rows[:, :, 0]
+    direction = rng.normal(size=rows.shape)
+
+    def covariance(rows):
+        lower = lower_factor(rows)
+        return lower @ jnp.swapaxes(lower, -1, -2)
+
+    _, change = jax.jvp(covariance, (jnp.asarray(rows),), (jnp.asarray(direction),))
+    expected = rows @ transpose(direction) + direction @ transpose(rows)
+    np.testing.assert_allclose(change, expected, atol=1e-9)

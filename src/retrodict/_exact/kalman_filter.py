@@ -106,27 +106,22 @@ def _filter_means(
     gains: Gains,
     parallel: Parallel,
 ) -> tuple[Filtered, Scalar]:
-    """Compute m_k = a_k + K_k (v_k − H_k a_k), a_k = w m_{k-1} + b, and the log density.
-
-    In the recursion m_k = (I − K_k H_k) w m_{k-1} + g_k one product per step is sequential.
-    """
+    """Compute m_k = a_k + K_k (v_k − H_k a_k), a_k = w m_{k-1} + b, and the log density."""
     count = data.value.shape[0]
-    design, product = over_time(data.design, 3, count), jax.vmap(linalg.matmul)
-    apply = jax.vmap(linalg.matvec)
+    design, apply = over_time(data.design, 3, count), jax.vmap(linalg.matvec)
     weight = over_time(transition.weight, 3, count - 1)
     bias = over_time(transition.bias, 2, count - 1)
-    later, later_design = gains.gain[1:], design[1:]
-    drives = bias + apply(later, data.value[1:] - apply(later_design, bias))
-    response = weight - product(later, product(later_design, weight))
     first = start + linalg.matvec(gains.gain[0], data.value[0] - linalg.matvec(design[0], start))
+    shift = None
     if data.slope is not None:
-        shifts = apply(gains.scale, apply(jnp.swapaxes(gains.scale, -1, -2), data.slope))
-        first, drives = first + shifts[0], drives + shifts[1:]
-    if exists is not None:
-        eye = jnp.eye(start.shape[0], dtype=start.dtype)
-        response = jnp.where(exists[1:, None, None], response, eye)
-        drives = jnp.where(exists[1:, None], drives, 0.0)
-    means = prepended(first, affine_scan(response, drives, first, parallel=parallel), parallel)
+        shift = apply(gains.scale, apply(jnp.swapaxes(gains.scale, -1, -2), data.slope))
+        first, shift = first + shift[0], shift[1:]
+    later = None if exists is None else exists[1:]
+    updates = Updates(weight, bias, gains.gain[1:], design[1:], data.value[1:], shift, later)
+    if parallel:
+        means = _means_in_parallel(updates, first, parallel)
+    else:
+        means = jnp.concatenate([first[None], _later_means(updates, first)])
     moved = apply(weight, means[:-1]) + bias
     if exists is not None:
         moved = jnp.where(exists[1:, None], moved, means[:-1])
@@ -138,6 +133,58 @@ def _filter_means(
     if data.slope is not None and data.squares is not None:
         log_prob = log_prob + jnp.sum(data.slope * means) - 0.5 * jnp.sum(data.squares)
     return Filtered(gains, means, predicted, innovation, data.slope), log_prob
+
+
+class Updates(NamedTuple):
+    """The recursion of filtering means from row 1 on."""
+
+    weight: Float[Array, "*steps state state"]
+    bias: Float[Array, "*steps state"]
+    gain: Float[Array, "*steps state whitened"]
+    design: Float[Array, "*steps whitened state"]
+    value: Float[Array, "*steps whitened"]
+    shift: Float[Array, "*steps state"] | None
+    exists: Bool[Array, "*steps"] | None
+
+
+def _later_means(updates: Updates, first: Float[Array, "state"]) -> Float[Array, "steps state"]:
+    """Return all filtering means but the first, one time step after another.
+
+    The gain multiplies the innovation. In the equal form (I − K H) w m + K v, the terms K H w m and
+    K v cancel to the small product of K and the innovation. In the first rows after a wide prior
+    this costs all digits of float32.
+    """
+    d, product = first.shape[0], jax.vmap(linalg.matmul)
+    weight, bias, gain, design, value, shift, exists = updates
+    maps = jnp.concatenate([weight, product(design, weight)], axis=1)
+    value = value - jax.vmap(linalg.matvec)(design, bias)
+
+    def step(mean: Array, row: tuple) -> tuple[Array, Array]:
+        maps, bias, gain, value, shift, exists = row
+        moved = linalg.matvec(maps, mean)  # w m and H w m
+        after = moved[:d] + bias + linalg.matvec(gain, value - moved[d:])
+        after = after if shift is None else after + shift
+        after = after if exists is None else jnp.where(exists, after, mean)
+        return after, after
+
+    unroll = 8 if d <= linalg.UNROLLED else 1
+    return jax.lax.scan(step, first, (maps, bias, gain, value, shift, exists), unroll=unroll)[1]
+
+
+def _means_in_parallel(
+    updates: Updates, first: Float[Array, "state"], parallel: Parallel
+) -> Float[Array, "time state"]:
+    """Compose the affine maps m_k = (I − K_k H_k) w m_{k-1} + g_k."""
+    weight, bias, gain, design, value, shift, exists = updates
+    apply, product = jax.vmap(linalg.matvec), jax.vmap(linalg.matmul)
+    drives = bias + apply(gain, value - apply(design, bias))
+    drives = drives if shift is None else drives + shift
+    responses = weight - product(gain, product(design, weight))
+    if exists is not None:
+        eye = jnp.eye(first.shape[0], dtype=first.dtype)
+        responses = jnp.where(exists[:, None, None], responses, eye)
+        drives = jnp.where(exists[:, None], drives, 0.0)
+    return prepended(first, affine_scan(responses, drives, first, parallel=parallel), parallel)
 
 
 def _with_closed_form_score(parallel: Parallel):

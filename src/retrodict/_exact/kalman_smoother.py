@@ -54,10 +54,15 @@ def kalman_smoother(
     time on factors of the covariances, and only until they no longer change: in a model that is
     constant in time this takes few steps, and again a few after each gap. Means are an affine
     recursion. The transition noise and the prior may be singular; the emission noise must have a
-    density. Derivatives in every parameter are exact. The derivative of `log_evidence` alone is
-    computed in closed form by one backward pass. If a row has more than d + 1 entries, the
-    log-evidence can be differentiated twice and the chain once; higher derivatives raise a
-    `TypeError`. For many series use `kalman_smoother_batch`.
+    density. For many series use `kalman_smoother_batch`.
+
+    Derivatives in every parameter are exact, by `jax.grad` or `jax.hessian`; `jax.jvp` of the
+    result raises a `TypeError`. The derivative of `log_evidence` alone is computed in closed form
+    by one backward pass, also for singular models. Derivatives of the chain need predicted
+    covariances of full rank: a backward kernel has no derivative in a parameter that moves the
+    state out of the line or plane on which it stays, and derivatives of its moments are then
+    wrong. If a row has more than d + 1 entries, the log-evidence can be differentiated twice and
+    the chain once; higher derivatives raise a `TypeError`.
 
     Smoothing uses standard coordinates z_k of the filtering laws, x_k = m_k + S_k z_k, in which
     backward gains are at most one. Singular, narrow and decaying directions of the state are

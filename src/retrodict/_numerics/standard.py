@@ -12,7 +12,7 @@ state, so that singular, narrow and decaying directions need no special case.
 
 Small states use unrolled Gram–Schmidt and scalar updates. Larger ones use Cholesky factors of Gram
 matrices, which are several times faster than LAPACK's QR, where these are accurate to ε^(2/3), and
-QR elsewhere. The choice is made at run time for each batch of rows.
+QR or scalar updates elsewhere. The choice is made at run time for each batch of rows.
 """
 
 from functools import partial
@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from retrodict._numerics import linalg
+from retrodict._numerics.scalar_updates import process_entries
 
 
 class StandardKernel(NamedTuple):
@@ -108,14 +108,24 @@ def _triangularise_large(rows: Float[Array, "*time r c"]) -> tuple[Array, Array]
 
 @_triangularise_large.defjvp
 def _triangularise_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple, tuple]:
-    """Differentiate rows = B q under q qᵀ = I, where B has no zero pivot."""
+    """Differentiate rows = B q under q qᵀ = I.
+
+    With solved = B⁻¹ rows' and mixed = solved qᵀ, dB = B C and dq = solved − C q for the lower
+    triangular C with C + Cᵀ = mixed + mixedᵀ. A pivot of zero counts as one, and its row and column
+    of C are those of `mixed`. There dB is not lower triangular, but dB Bᵀ + B dBᵀ is still the
+    derivative of rows rowsᵀ, which the part of rows' in no direction q affects to second order.
+    """
     lower, q = _triangularise_large(*primals)
     pivots = jnp.diagonal(lower, axis1=-2, axis2=-1)
+    sizes = jnp.sqrt(jnp.sum(lower**2, axis=-1))
+    dependent = pivots <= 10 * lower.shape[-1] * jnp.finfo(lower.dtype).eps * sizes
     eye = _identity_like(lower)
-    solved = _solve(lower + eye * jnp.where(pivots == 0, 1.0, 0.0)[..., None], tangents[0])
+    filled = jnp.where(dependent[..., None, :], eye, lower)
+    solved = _solve(filled, tangents[0])
     mixed = _matmul(solved, _transpose(q))
     change = jnp.tril(mixed + _transpose(mixed), -1) + mixed * eye
-    return (lower, q), (_matmul(lower, change), solved - _matmul(change, q))
+    change = jnp.where(dependent[..., None, :] | dependent[..., None], mixed, change)
+    return (lower, q), (_matmul(filled, change), solved - _matmul(change, q))
 
 
 def lower_factor(rows: Float[Array, "*time r c"]) -> Float[Array, "*time r r"]:
@@ -152,14 +162,9 @@ def _resolved(lower: Float[Array, "*time d d"]) -> Bool[Array, ""]:
 
 def condition_standard(design: Float[Array, "*time p d"]) -> Conditioning:
     """Condition standard normal e on r = F e + ε, for a design F and standard normal ε."""
-    d = design.shape[-1]
-    if d > linalg.UNROLLED:
-        return lax.cond(
-            _is_moderate(design),
-            _condition_by_cholesky,
-            lambda design: _over_rows(_condition_by_qr, design),
-            design,
-        )
+    if design.shape[-1] > linalg.UNROLLED:
+        by_entries = partial(_over_rows, _condition_by_entries)
+        return lax.cond(_is_moderate(design), _condition_by_cholesky, by_entries, design)
     return _over_rows(_condition_by_entries, design)
 
 
@@ -170,7 +175,7 @@ def shrinkage_of(design: Float[Array, "*time p d"]) -> Float[Array, "*time d d"]
     return lax.cond(
         _is_moderate(design),
         _shrinkage_by_cholesky,
-        lambda design: _over_rows(_condition_by_qr, design).shrinkage,
+        lambda design: _over_rows(_condition_by_entries, design).shrinkage,
         design,
     )
 
@@ -202,7 +207,7 @@ def _condition_by_cholesky(design: Float[Array, "*time p d"]) -> Conditioning:
 
 def _condition_by_entries(design: Float[Array, "p d"]) -> Conditioning:
     eye = jnp.eye(design.shape[0], dtype=design.dtype)
-    shrinkage, gain, whitener, _ = _process_entries(design, eye)
+    shrinkage, gain, whitener, _ = process_entries(design, eye)
     return Conditioning(shrinkage, gain, whitener)
 
 
@@ -219,65 +224,8 @@ def condition_on(
         update = condition_standard(design)
         mean, white = linalg.matvec(update.gain, value), linalg.matvec(update.whitener, value)
         return mean, update.shrinkage, white, jnp.diagonal(update.whitener)
-    shrinkage, mean, white, pivots = _process_entries(design, value[:, None])
+    shrinkage, mean, white, pivots = process_entries(design, value[:, None])
     return mean[:, 0], shrinkage, white[:, 0], pivots
-
-
-def _process_entries(
-    design: Float[Array, "p d"], values: Float[Array, "p q"]
-) -> tuple[Float[Array, "d d"], Float[Array, "d q"], Float[Array, "p q"], Float[Array, "p"]]:
-    """Condition on one scalar entry after another (Bierman's update), for q columns of values.
-
-    The law of e given the entries so far is L diag(D) Lᵀ, with a unit lower triangular L, and its
-    means are X. For the entry v_i = f e + ε, with f L in place of f and α_j = 1 + Σ_{l>j} f_l² D_l,
-    column j of L becomes L_j − (f_j/α_j) Σ_{l>j} L_l D_l f_l and D_j becomes
-    D_j α_j / (α_j + f_j² D_j). The columns X follow the formula of a column of L, with f X − v_i in
-    place of f_j and the sum over all l. D is multiplied by ratios, and nothing is subtracted from
-    it. The rows [f L | f X − v] of later entries are stored below [L | X] and are updated with it.
-
-    Returns:
-        The factor L √D, the means X, the whitened values, and the diagonal of their whitener.
-    """
-    (p, d), width, dtype = design.shape, design.shape[1] + values.shape[1], design.dtype
-    # later[l, j]: whether column l of L enters the sums of column j.
-    later = np.concatenate([np.tril(np.ones((d, d)), -1), np.ones((d, width - d))], axis=1)
-    later, is_diagonal = later.astype(dtype), np.arange(width) < d
-    identity = jnp.eye(d, width, dtype=dtype)
-    stack = linalg.fence(jnp.concatenate([identity, jnp.concatenate([design, -values], axis=1)]))
-    spread = jnp.asarray(is_diagonal, dtype)
-    rows, variances = [], []
-    for i in range(p):
-        f = stack[d]
-        alpha = 1.0 + linalg.sum_of([later[k] * (f[k] * f[k] * spread[k]) for k in range(d)])
-        # Storing both in one array gives one loop; its last entry is the innovation variance.
-        after = jnp.where(is_diagonal, spread * (alpha / (alpha + f * f * spread)), alpha)
-        step = linalg.fence(jnp.stack([f / alpha, after]))
-        sums = linalg.sum_of(
-            [stack[:, k, None] * (later[k] * (f[k] * spread[k]))[None, :] for k in range(d)]
-        )
-        moved = stack - sums * step[0][None, :]
-        rest = jnp.concatenate([moved[:d], moved[d + 1 :]]) if i < p - 1 else moved[:d]
-        stack = linalg.fence(rest)
-        spread = step[1]
-        rows.append(step[0, d:])
-        variances.append(step[1, -1:])
-    deviations = jnp.sqrt(jnp.concatenate(variances))
-    return (
-        stack[:, :d] * linalg.safe_sqrt(spread[:d])[None, :],
-        stack[:, d:],
-        -jnp.stack(rows) * deviations[:, None],
-        1.0 / deviations,
-    )
-
-
-def _condition_by_qr(design: Float[Array, "p d"]) -> Conditioning:
-    """Condition by triangularising [[I, F], [0, I]]."""
-    p, d = design.shape
-    top = jnp.concatenate([jnp.eye(p, dtype=design.dtype), design], axis=1)
-    bottom = jnp.eye(d, p + d, k=p, dtype=design.dtype)
-    factor = linalg.tria_by_qr(jnp.concatenate([top, bottom]))
-    whitener = jnp.tril(_solve(factor[:p, :p], jnp.eye(p, dtype=design.dtype)))
-    return Conditioning(factor[p:, p:], linalg.matmul(factor[p:, :p], whitener), whitener)
 
 
 def reverse_scale(
