@@ -674,7 +674,7 @@ def test_two_streams_do_not_share_a_state(fitted, lines, tmp_path):
 
 
 @pytest.mark.parametrize("count", [np.nan, np.inf, -5, -1.0, 2.0**62])
-@pytest.mark.parametrize("field", ["written", "read"])
+@pytest.mark.parametrize("field", ["output_bytes", "num_rows"])
 def test_a_state_with_impossible_counts_is_refused(field, count, fitted, lines, tmp_path):
     state, out = tmp_path / "state", tmp_path / "out.csv"
     runs.stream(fitted, source_of(lines[:45]), out, lag=LAG, state=state)
