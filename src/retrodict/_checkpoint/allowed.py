@@ -128,7 +128,7 @@ CLASSES: dict[str, str] = {
     "retrodict._chains.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
     "retrodict._numerics.gaussian_law": "GaussianLaw",
     "retrodict._numerics.standard": "StandardKernel",
-    "retrodict._families.base": "Factor Row",
+    "retrodict._families.base": "Factor",
     "retrodict._families.network": "Embedded RecurrentState Transition",
     "retrodict._families.recurrent": "BackwardStart",
     "retrodict._families.recursions": "GaussianState",
@@ -184,6 +184,7 @@ MOVED_PACKAGES: dict[str, str] = {
 
 RENAMED: dict[str, str] = {
     "retrodict._families.readout": "retrodict._families.recurrent",
+    "retrodict._family._base:Row": "retrodict:Series",
     "retrodict._functional": "retrodict._expectations.functionals",
     "retrodict._linearised.diagnosis": "retrodict._linearised.posterior",
     "retrodict._mask:Series": "retrodict:Series",

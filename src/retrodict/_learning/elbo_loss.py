@@ -12,12 +12,11 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar
-from retrodict._chains import AbstractKernelChain
-from retrodict._expectations import AbstractEstimator, Estimate, elbo_of_series
-from retrodict._families import AbstractFactorFamily, advance_over, factors, infer_series, rows_of
+from retrodict._expectations import AbstractEstimator, Estimate
+from retrodict._families import advance_over
 from retrodict._learning.dataset import AbstractBatches, Minibatch
+from retrodict._learning.elbo_of_rows import elbo_of_rows
 from retrodict._learning.options import Objective
-from retrodict._learning.segments import elbo_in_segments, first_law
 from retrodict._learning.train import Stage
 from retrodict._model import Frozen, Series, StateSpaceModel, unwrap
 from retrodict.distributed import Parallel
@@ -51,12 +50,7 @@ class ElboLoss(eqx.Module):
 
     def evaluate(self, parameters: PyTree, batch: Minibatch, key: PRNGKey) -> tuple[Scalar, Scalar]:
         """Return the loss of whole series and its standard error, zero if nothing is sampled."""
-
-        def one(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
-            family, model = self.pair(parameters)
-            return self.bound(model, family, series, key)
-
-        elbos, rows = batch.each(one, parameters, batch.keys(key)), batch.num_rows()
+        elbos, rows = batch.each(self._elbo, parameters, batch.keys(key)), batch.num_rows()
         value = self.per_row(batch.total(elbos.value), rows, parameters)
         if self.estimator.error != "sampled":
             return value, jnp.zeros_like(value)
@@ -69,51 +63,38 @@ class ElboLoss(eqx.Module):
     def over_window(
         self, parameters: PyTree, batch: Minibatch, key: PRNGKey, begin: Any, count: int
     ) -> Scalar:
-        """Return the loss of the increment of the ELBO over rows begin..begin+count-1.
-
-        If q_{a-1} were exact, the ELBO of rows 0..b-1 less that of rows 0..a-1 would be the ELBO of
-        rows a..b-1 under the prior q_{a-1} of the state before them. That prior is held fixed.
-        """
+        """Return the loss of the increment of the ELBO over rows begin..begin+count-1."""
         keys = batch.keys(key)
 
-        def from_start(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
-            family, model = self.pair(parameters)
-            return self.bound(model, family, _rows(series, 0, count), key).value
+        def from_start(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
+            return self._elbo(parameters, _rows(series, 0, count), key)
 
-        def later(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
-            family, model = self.pair(parameters)
-            before = advance_over(Frozen(family).value, rows_of(series), begin - 1)
-            state, rows = lax.stop_gradient(before), _rows(series, begin - 1, count + 1)
+        def later(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
+            family = Frozen(self.pair(parameters)[0]).value
+            state = lax.stop_gradient(advance_over(family, series, begin - 1))
+            return self._elbo(parameters, _rows(series, begin - 1, count + 1), key, state)
 
-            def under(law: Any) -> StateSpaceModel:
-                return StateSpaceModel(lax.stop_gradient(law), model.transition, model.emission)
-
-            if self.segment is None:
-                chain, window = _window_chain(family, state, rows)
-                local = under(jax.tree.map(lambda leaf: leaf[0], chain.laws))
-                return elbo_of_series(local, chain, window, self.estimator, key).value
-            local = under(first_law(family, state, rows))
-            return elbo_in_segments(
-                local, family, state, rows, self.estimator, key, self.segment, first_counts=False
-            ).value
-
-        values = lax.cond(
+        elbos = lax.cond(
             begin == 0,
-            lambda: batch.each(from_start, parameters, keys),
-            lambda: batch.each(later, parameters, keys),
+            lambda: batch.each(from_start, parameters, keys).value,
+            lambda: batch.each(later, parameters, keys).value,
         )
         rows = jnp.maximum(batch.num_rows(begin, begin + count), 1)
-        return self.per_row(batch.total(values), rows, parameters)
+        return self.per_row(batch.total(elbos), rows, parameters)
 
-    def bound(
-        self, model: StateSpaceModel, family: AbstractFactorFamily, series: Series, key: PRNGKey
-    ) -> Estimate:
-        """Return the ELBO of a series from its first row on."""
-        if self.segment is None or series.num_times < 2:
-            chain = infer_series(family, series, parallel=self.parallel)
-            return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
-        state = family.init()
-        return elbo_in_segments(model, family, state, series, self.estimator, key, self.segment)
+    def _elbo(self, parameters: PyTree, rows: Series, key: PRNGKey, state: Any = None) -> Estimate:
+        """Return `elbo_of_rows`, from the start unless a state is given."""
+        family, model = self.pair(parameters)
+        return elbo_of_rows(
+            model,
+            family,
+            rows,
+            self.estimator,
+            key,
+            state=state,
+            segment=self.segment,
+            parallel=self.parallel,
+        )
 
     def pair(self, parameters: PyTree) -> tuple[Any, StateSpaceModel]:
         """Return family and model with these parameters, unwrapped."""
@@ -125,17 +106,6 @@ class ElboLoss(eqx.Module):
         if self.log_prior is not None:
             value = value - self.share * self.log_prior(self.pair(parameters)[1])
         return value
-
-
-def _window_chain(
-    family: AbstractFactorFamily, state: Any, rows: Series
-) -> tuple[AbstractKernelChain, Series]:
-    """Return the chain of a window and the row before it, and these rows, the first one masked."""
-    exists = rows.exists()
-    read, _ = factors(family, state, rows_of(rows), exists)
-    observed = jnp.ones(rows.ys.shape, bool) if rows.mask is None else rows.mask
-    window = Series(rows.ys, observed.at[0].set(False), rows.inputs, rows.length)
-    return family.assemble(read, exists, rows.length), window
 
 
 def _rows(series: Series, begin: Any, count: int) -> Series:

@@ -26,7 +26,7 @@ from retrodict._expectations import (
     RaoBlackwellised,
 )
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._learning.dataset import Minibatch, batch_for, options_of
+from retrodict._learning.dataset import Minibatch, batch_for
 from retrodict._learning.elbo_loss import ElboLoss, stages_of
 from retrodict._learning.fit_checkpoint import FitCheckpoint, fingerprint
 from retrodict._learning.fit_result import (
@@ -157,7 +157,7 @@ def fit(
     # Parameters: the leaves of (family, model) that move, for every start.
     if options.prepare:
         series = dataset.spaced(NUM_PREPARED)
-        family = family.prepare(model, series.ys, **options_of(series))
+        family = family.prepare(model, series.ys, **series.options())
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
     moving = _moving((family, model), learn)

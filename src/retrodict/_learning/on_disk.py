@@ -27,9 +27,7 @@ from retrodict._learning.dataset import (
     AbstractDataset,
     AbstractLoader,
     Minibatch,
-    num_series,
     spaced_indices,
-    take,
 )
 from retrodict._model import Series, StateSpaceModel, prepare_data
 from retrodict.distributed import num_devices, shard_over
@@ -112,12 +110,12 @@ class StoredDataset(AbstractDataset):
         self._store, self._mesh = store, mesh
         self._sample = sample_store(store, most)
         self.num_times, self.num_rows = store.num_times, float(store.num_rows)
-        first = take(self._sample, 0)
+        first = self._sample.at(0)
         prepare_data(model, first.ys, inputs=first.inputs)
 
     def spaced(self, count: int) -> Series:
         """Return at most `count` of the series that are kept in memory."""
-        return take(self._sample, spaced_indices(num_series(self._sample), count))
+        return self._sample.at(spaced_indices(self._sample.num_series, count))
 
     def first(self, count: int) -> Series:
         """Return the same as `spaced`."""

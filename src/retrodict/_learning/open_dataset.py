@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from retrodict._learning.dataset import AbstractDataset, ArrayDataset, batch_for, num_series
+from retrodict._learning.dataset import AbstractDataset, ArrayDataset, batch_for
 from retrodict._learning.on_disk import AbstractSeriesStore, StoredDataset
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
 from retrodict._model import StateSpaceModel
@@ -46,5 +46,5 @@ def open_dataset(
         series, count = ys.series, ys.num_series
     else:
         series = batch_for(model, ys, **options, owner=owner)
-        count = num_series(series)
+        count = series.num_series
     return ArrayDataset(series, count, mesh)

@@ -66,6 +66,20 @@ class Series(eqx.Module):
         """The record without its length, so that every array has one row per time step."""
         return Series(self.ys, self.mask, self.inputs)
 
+    @property
+    def num_series(self) -> int:
+        """The number of series of a batch, padding included."""
+        return self.ys.shape[0]
+
+    def at(self, index: Any) -> "Series":
+        """Return some of the series of a batch, or some of its `rows`, along the leading axis."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def options(self) -> dict[str, Any]:
+        """Return `mask`, `inputs` and `length` as keyword arguments, next to `ys`."""
+        mask = True if self.mask is None else self.mask
+        return {"mask": mask, "inputs": self.inputs, "length": self.length}
+
     def exists(self) -> Bool[Array, "time"] | None:
         """Return which rows exist; `None` if all of them do."""
         return None if self.length is None else jnp.arange(self.num_times) < self.length

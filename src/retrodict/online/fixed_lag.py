@@ -19,9 +19,8 @@ from retrodict._families import (
     AbstractLinearGaussianFamily,
     AbstractSampledFamily,
     Factor,
-    Row,
     factors,
-    rows_of,
+    read_row,
 )
 from retrodict._model import LinearGaussianKernel, Series, unwrap
 from retrodict._numerics import linalg
@@ -191,14 +190,13 @@ class FixedLag(AbstractStream[LagState, LagOutput]):
         return isinstance(self.family, AbstractSampledFamily)
 
 
-def factor_shapes(family: Any, dtype: Any) -> tuple[Factor, Row]:
+def factor_shapes(family: Any, dtype: Any) -> tuple[Factor, Series]:
     """Return the shapes of the factors of one row of an unwrapped family, and of the row."""
 
-    def read() -> tuple[Factor, Row]:
+    def read() -> tuple[Factor, Series]:
         inputs = jnp.zeros(family.input_dim, dtype) if family.input_dim else None
-        row = Row(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), inputs)
-        before, embedded = family.init(), family.embed(row)
-        return family.read(before, family.advance(before, embedded), embedded), row
+        row = Series(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), inputs)
+        return read_row(family, family.init(), row)[1], row
 
     return jax.eval_shape(read)
 
@@ -223,7 +221,7 @@ def advance_lag(
     n, lag = series.num_times, lagged.lag
     count: Any = series.length
     exists: Any = series.exists()
-    factor, after = factors(family, state.family, rows_of(series), exists)
+    factor, after = factors(family, state.family, series)
     kernels, times = factor.kernel, state.num_read + jnp.arange(n)
     if isinstance(kernels, LinearGaussianKernel):
         kernels = jax.vmap(lambda first, kernel: choose(first, _identity_like(kernel), kernel))(
@@ -309,7 +307,7 @@ def _chain(family: Any, steps: PyTree, law: Any) -> Any:
     """Return the chain of all kernels but the first that ends with a law, the only one it uses."""
     num_times = jax.tree.leaves(steps)[0].shape[0]
     laws = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_times, *leaf.shape)), law)
-    return family.assemble(Factor(laws, steps), None, None)
+    return family.assemble(Factor(laws, steps), None)
 
 
 def moments_of_paths(

@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict._arrays import PRNGKey, check_key
-from retrodict._families import AbstractFactorFamily, Factor, Row, check_fits, rows_of
+from retrodict._families import AbstractFactorFamily, Factor, check_fits
 from retrodict._model import (
     Frozen,
     Series,
@@ -193,14 +193,14 @@ class AbstractRecursiveGradient(eqx.Module):
 
     @abstractmethod
     def update(
-        self, parts: Parts, state: PyTree, row: Row, key: PRNGKey
+        self, parts: Parts, state: PyTree, row: Series, key: PRNGKey
     ) -> tuple[PyTree, RowGradient]:
         """Read one row.
 
         Args:
             parts: the family and the model, at the parameters to differentiate at.
             state: the state that `init` or the previous call returned.
-            row: the row, with a boolean `seen`.
+            row: the row, with a `mask`.
             key: a typed key for the draws of this row.
         """
 
@@ -276,7 +276,7 @@ def _at_each_row(
         row, k = at
         return gradient.update(parts, state, row, jax.random.fold_in(key, k))
 
-    rows = (rows_of(series), jnp.arange(series.num_times))
+    rows = (series.rows, jnp.arange(series.num_times))
     _, out = read_in_loop(read, gradient.init(parts), rows, series.length)
     exists: Any = series.exists()
     return repeat_last_row(out, exists)

@@ -1,5 +1,6 @@
 """Learning a family and a model from one stream, row by row, in memory that does not grow."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,8 +17,6 @@ from retrodict._families import (
     AbstractFamily,
     Factor,
     KalmanFamily,
-    Row,
-    rows_of,
 )
 from retrodict._model import LinearGaussianKernel, Series, StateSpaceModel, dense_scale, unwrap
 from retrodict._numerics import linalg
@@ -201,12 +200,12 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
     def _advance(
         self, state: LearnerState, series: Series, data: PyTree
     ) -> tuple[LearnerState, LearnerOutput]:
-        rows = rows_of(cast(series, self.parts.dtype))
+        rows = cast(series, self.parts.dtype).rows
         return read_in_loop(self.learn, state, rows, series.length)
 
     # Jitted separately, so that it is traced once, for its shapes and for its loop.
     @eqx.filter_jit
-    def learn(self, state: LearnerState, row: Row) -> tuple[LearnerState, LearnerOutput]:
+    def learn(self, state: LearnerState, row: Series) -> tuple[LearnerState, LearnerOutput]:
         """Read one row and take the optimiser steps."""
         key = jax.random.fold_in(state.key, state.num_read.astype(jnp.uint32))
         carry = (state.parameters, state.optimiser)
@@ -237,7 +236,7 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
         return state, out
 
     def _step(
-        self, before: PyTree, row: Row, key: PRNGKey, carry: tuple
+        self, before: PyTree, row: Series, key: PRNGKey, carry: tuple
     ) -> tuple[tuple, StepResult]:
         """Take one optimiser step, unless it is non-finite or the row has no gradient."""
         parameters, optimiser = carry
@@ -312,7 +311,7 @@ class LaggedLearnerOutput(eqx.Module):
 class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
     """An `OnlineLearner` together with the fixed-lag posterior of its stream.
 
-    Row k adds one filtering law q_k and one backward kernel q_{k-1|k}, both computed with the
+    Series k adds one filtering law q_k and one backward kernel q_{k-1|k}, both computed with the
     parameters before the step of that row; earlier laws and kernels stay as they are. The smoothed
     law at k − lag is q_k pushed back through the last `lag` kernels. It equals that of `FixedLag`
     as long as no parameter moves. Parts that all kernels of a family share, such as the network of
@@ -393,18 +392,18 @@ class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
     def _advance(
         self, state: LaggedLearnerState, series: Series, data: PyTree
     ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
-        rows = rows_of(cast(series, self.learner.parts.dtype))
+        rows = cast(series, self.learner.parts.dtype).rows
         return read_in_loop(self._read, state, rows, series.length)
 
     def _read(
-        self, state: LaggedLearnerState, row: Row
+        self, state: LaggedLearnerState, row: Series
     ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
         """Learn from one row, and smooth with the parameters before its step."""
         learner, learned = self.learner.learn(state.learner, row)
         # A row that the learner skips is smoothed as a missing row.
-        observed: Any = row.seen
-        row = row._replace(seen=observed & ~learned.skipped)
-        series = complete(Series(*jax.tree.map(lambda leaf: leaf[None], row)))
+        observed: Any = row.mask
+        row = dataclasses.replace(row, mask=observed & ~learned.skipped)
+        series = complete(jax.tree.map(lambda leaf: leaf[None], row))
         lag, out, _ = advance_lag(self._at(state.learner.parameters), state.lag, series)
         out = jax.tree.map(lambda leaf: leaf[0], out)
         return LaggedLearnerState(learner, lag), LaggedLearnerOutput(

@@ -12,8 +12,8 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
-from retrodict._families import Factor, Row
-from retrodict._model import StateSpaceModel
+from retrodict._families import Factor
+from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.gradient import (
     AbstractRecursiveGradient,
@@ -221,7 +221,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
         )
 
     def update(
-        self, parts: Parts, state: PathwiseState, row: Row, key: PRNGKey
+        self, parts: Parts, state: PathwiseState, row: Series, key: PRNGKey
     ) -> tuple[PathwiseState, RowGradient]:
         """Draw pairs of states, and fit the functions of the later state."""
         reading = Reading(parts, state.family, row, self.sensitivity)
@@ -266,7 +266,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
     ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
         """Return draws whose conditional means are V_k and its derivative."""
         family, model = reading.parts.whole
-        factor, u = reading.factor, reading.row.u
+        factor, u = reading.factor, reading.row.inputs
         width = backward_law(family)(factor.kernel, xs[0]).noise_dim
         noise = self._opposite(key, width, xs.dtype)
 

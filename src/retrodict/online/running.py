@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from retrodict._arrays import PRNGKey
 from retrodict._expectations import AbstractFunctional, Recursive
-from retrodict._families import AbstractFamily, Row
+from retrodict._families import AbstractFamily
 from retrodict._model import Series, StateSpaceModel, prepare_data, unwrap
 from retrodict.online.exact import ExactRecursion, check_exact
 from retrodict.online.fixed_lag import (
@@ -197,9 +197,8 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         family: Any = unwrap(self.lagged.family)
         factor, row = factor_shapes(family, float_type(self.lagged.family))
 
-        def begin(factor: Any, row: Row) -> tuple[Any, Sums]:
-            rows = self._rows(Series(row.y, row.seen, row.u), data)
-            at = Arrival(factor.law, factor.law, factor.kernel, rows)
+        def begin(factor: Any, row: Series) -> tuple[Any, Sums]:
+            at = Arrival(factor.law, factor.law, factor.kernel, self._rows(row, data))
             return self._recursion(family).start(at, jax.random.key(0))[:2]
 
         statistics, totals = zeros_like_shapes(jax.eval_shape(begin, factor, row))

@@ -7,8 +7,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, check_count
-from retrodict._families import Factor, Row
-from retrodict._model import StateSpaceModel
+from retrodict._families import Factor
+from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.fixed_lag import factor_shapes
 from retrodict.online.gradient import (
@@ -106,7 +106,7 @@ class RecursiveScore(AbstractRecursiveGradient):
         )
 
     def update(
-        self, parts: Parts, state: ScoreState, row: Row, key: PRNGKey
+        self, parts: Parts, state: ScoreState, row: Series, key: PRNGKey
     ) -> tuple[ScoreState, RowGradient]:
         """Draw from the new filtering law, and compute T and S at the draws."""
         reading = Reading(parts, state.family, row, self.sensitivity)
@@ -133,7 +133,7 @@ class RecursiveScore(AbstractRecursiveGradient):
     ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
         """Return T_k and S_k at the draws x_k^i, from those at x_{k-1}^j."""
         family, model = reading.parts.whole
-        befores, u, factor = state.xs, reading.row.u, reading.factor
+        befores, u, factor = state.xs, reading.row.inputs, reading.factor
         weigh = _self_normalised if self.normalised else _unbiased
 
         def log_moves(model: StateSpaceModel, x: Array) -> Float[Array, "before"]:

@@ -18,8 +18,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._arrays import Scalar
-from retrodict._families import Factor, Row
-from retrodict._model import StateSpaceModel
+from retrodict._families import Factor
+from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.gradient import Parts, RowGradient
 
@@ -66,10 +66,10 @@ class Reading(eqx.Module):
     parts: Parts
     before: Followed
     after: Followed
-    row: Row
+    row: Series
     factor: Factor
 
-    def __init__(self, parts: Parts, before: Followed, row: Row, sensitivity: Sensitivity):
+    def __init__(self, parts: Parts, before: Followed, row: Series, sensitivity: Sensitivity):
         """Advance the state by a row.
 
         Args:
@@ -117,7 +117,7 @@ class Reading(eqx.Module):
 
     def log_emission(self, model: StateSpaceModel, x: Float[Array, "state"]) -> Scalar:
         """Return log g(x_k, y_k) of the observed entries."""
-        return model.emission.log_prob(x, self.row.y, self.row.u, self.row.seen)
+        return model.emission.log_prob(x, self.row.ys, self.row.inputs, self.row.mask)
 
     def first_terms(
         self, xs: Float[Array, "sample state"]

@@ -22,7 +22,6 @@ from scipy.special import expit
 from retrodict._arrays import Scalar
 from retrodict._exact import Grid, Kind, grid_smoother, increments, kind_of, log_evidence_of
 from retrodict._learning.coordinates import Coordinates
-from retrodict._learning.dataset import options_of
 from retrodict._learning.information.result import Information
 from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict._numerics import UNROLLED, in_parts
@@ -168,7 +167,7 @@ def grid_information(coordinates: Coordinates, batch: Series, grid: Grid) -> Inf
 def _statuses(model: StateSpaceModel, batch: Series, grid: Grid) -> Int[Array, "batch"]:
     """Return the status of the grid for each series, zero if it is accurate."""
     return jax.lax.map(
-        lambda series: grid_smoother(model, series.ys, grid, **options_of(series)).status, batch
+        lambda series: grid_smoother(model, series.ys, grid, **series.options()).status, batch
     )
 
 

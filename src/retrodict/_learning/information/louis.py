@@ -15,7 +15,6 @@ from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations import check_model, series_of_chain
 from retrodict._learning.coordinates import Coordinates
-from retrodict._learning.dataset import num_series, options_of, take
 from retrodict._learning.information.result import NOISE, Information, Inverse, inverse
 from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict._numerics import in_parts
@@ -95,7 +94,7 @@ def louis_information(
         if isinstance(posterior, AbstractBackwardChain):
             keys = jax.random.split(key, num_replicates)
             return _from_chain(coordinates, batch, keys, posterior, num_samples)
-        keys = jax.random.split(key, (num_series(batch), num_replicates))
+        keys = jax.random.split(key, (batch.num_series, num_replicates))
         return _from_particles(coordinates, batch, keys, posterior, num_particles, num_samples)
 
     replicates, warnings = draw(key)
@@ -163,7 +162,7 @@ def _particle_replicates(
     model = unwrap(coordinates.model)
 
     def one(series: Series, key: PRNGKey) -> tuple[Replicates, Array, Array]:
-        options = {"backward": backward, "strict": False, **options_of(series)}
+        options = {"backward": backward, "strict": False, **series.options()}
         posterior = ffbsi(key, model, series.ys, num_particles, num_samples, **options)
         weights = jnp.full(num_samples, 1.0 / num_samples, posterior.samples.dtype)
         sums = _along(coordinates, posterior.samples, weights, series)
@@ -181,14 +180,14 @@ def _from_chain(
     num_samples: int,
 ) -> tuple[Replicates, list[str]]:
     """Return replicates from weighted paths of a chain, and why they are unreliable."""
-    if num_series(batch) != 1:
+    if batch.num_series != 1:
         raise ValueError(
-            f"parameter_errors with a chain expects one series, got {num_series(batch)}. Call it"
+            f"parameter_errors with a chain expects one series, got {batch.num_series}. Call it"
             " for each series with its chain and sum the information, or leave out `chain`."
         )
-    model, one = unwrap(coordinates.model), take(batch, 0)
+    model, one = unwrap(coordinates.model), batch.at(0)
     check_model(model, chain, "parameter_errors")
-    series = series_of_chain(model, chain, one.ys, **options_of(one))
+    series = series_of_chain(model, chain, one.ys, **one.options())
     replicates, log_weights = _weighted_replicates(coordinates, chain, series, keys, num_samples)
     shape = pareto_shape(np.asarray(log_weights).ravel())
     if shape <= K_HAT_GOOD:
@@ -241,7 +240,7 @@ def _along(
 
     def log_joint(theta: Array, path: Array) -> Scalar:
         model: StateSpaceModel = unwrap(coordinates.model_at(theta))
-        return model.log_joint(path, series.ys, **options_of(series))
+        return model.log_joint(path, series.ys, **series.options())
 
     def chunk(complete: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
         paths, shares = at
