@@ -15,5 +15,8 @@ from retrodict._learning.on_disk import AbstractSeriesStore as AbstractSeriesSto
 from retrodict._learning.on_disk import Arrays as Arrays
 from retrodict._learning.options import Objective as Objective
 from retrodict._learning.options import Optimisation as Optimisation
+from retrodict._learning.partition import Learn as Learn
+from retrodict._learning.partition import Parts as Parts
+from retrodict._learning.partition import partition as partition
 from retrodict._learning.shared import SharedSeries as SharedSeries
 from retrodict._learning.train import ProgressLine as ProgressLine

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,6 +38,7 @@ from retrodict._learning.fit_result import (
 from retrodict._learning.on_disk import AbstractSeriesStore
 from retrodict._learning.open_dataset import open_dataset
 from retrodict._learning.options import Objective, Optimisation
+from retrodict._learning.partition import Learn, partition
 from retrodict._learning.shared import SharedSeries
 from retrodict._learning.train import (
     Placement,
@@ -49,7 +50,7 @@ from retrodict._learning.train import (
     start,
     train,
 )
-from retrodict._model import Series, StateSpaceModel, learnable, unwrap
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 NUM_PREPARED = 4096
@@ -78,7 +79,7 @@ def fit(
     ys: Any,
     *,
     num_steps: int = 4000,
-    learn: Literal["family", "model", "both"] | PyTree = "family",
+    learn: Learn | PyTree = "family",
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,
@@ -158,11 +159,10 @@ def fit(
     if options.prepare:
         series = dataset.spaced(NUM_PREPARED)
         family = family.prepare(model, series.ys, **series.options())
-    if isinstance(learn, str) and learn != "family":
-        model = learnable(model)
-    moving = _moving((family, model), learn)
-    _, fixed = eqx.partition((family, model), moving)
-    parameters, num_starts = _starts(key, family, model, moving, options.restarts)
+    parameters, fixed = partition(family, model, learn, "fit")
+    keys = jax.random.split(jax.random.fold_in(key, 2), options.restarts - 1)
+    others = [partition(family.redraw(each), model, learn, "fit").parameters for each in keys]
+    parameters, num_starts = _stacked(parameters, others)
 
     # Loss: the negative ELBO of a minibatch as a function of the parameters. Its gradient is taken
     # by `train`, step by step.
@@ -241,37 +241,9 @@ def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
     return batch_for(unwrap(model), ys, owner="fit", **options)
 
 
-def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
-    """Return a pytree of booleans over (family, model): the leaves that are learned."""
-    arrays = jax.tree.map(eqx.is_inexact_array, pair)
-    if isinstance(learn, str):
-        if learn not in ("family", "model", "both"):
-            raise ValueError(
-                "fit expects `learn` to be 'family', 'model', 'both' or a pytree of booleans over"
-                f" (family, model), got {learn!r}."
-            )
-        return tuple(
-            jax.tree.map(lambda leaf, name=name: leaf and learn in (name, "both"), part)
-            for name, part in zip(("family", "model"), arrays, strict=True)
-        )
-    try:
-        return jax.tree.map(lambda chosen, array: bool(chosen) and array, learn, arrays)
-    except ValueError as error:
-        raise ValueError(
-            "fit expects `learn` to be a pytree of booleans of the structure of (family, model)"
-            " after family.prepare(model, ys): call it first, and pass"
-            f" Optimisation(prepare=False). {error}"
-        ) from error
-
-
-def _starts(
-    key: PRNGKey, family: AbstractFamily, model: StateSpaceModel, moving: PyTree, restarts: int
-) -> tuple[PyTree, int | None]:
-    """Return the parameters of the given start and of random ones, and the number of starts."""
-    first = eqx.filter((family, model), moving)
-    keys = jax.random.split(jax.random.fold_in(key, 2), restarts - 1)
-    redrawn = [eqx.filter((family.redraw(each), model), moving) for each in keys]
-    others = [each for each in redrawn if not eqx.tree_equal(each, first)]
+def _stacked(first: PyTree, others: list[PyTree]) -> tuple[PyTree, int | None]:
+    """Return the parameters of all starts that differ from the first, and the number of starts."""
+    others = [each for each in others if not eqx.tree_equal(each, first)]
     if not others:
         return first, None
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others), 1 + len(others)

@@ -15,6 +15,7 @@ from retrodict._exact import check_linear_gaussian, log_evidence_of
 from retrodict._learning.dataset import InMemoryBatches, Minibatch
 from retrodict._learning.on_disk import AbstractSeriesStore
 from retrodict._learning.open_dataset import open_dataset
+from retrodict._learning.partition import is_learnable
 from retrodict._learning.quasi_newton import minimise
 from retrodict._learning.train import (
     Placement,
@@ -129,7 +130,7 @@ def fit_evidence(
     loader: Any = dataset.loader(key, size, chunk_size, axes)
     batches: InMemoryBatches = loader.batches
     model = learnable(model)
-    parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
+    parameters, fixed = eqx.partition(model, is_learnable(model))
     loss = EvidenceLoss(fixed, log_prior, 1.0 / dataset.num_rows)
 
     line = ProgressLine("log-evidence {:.4f} nats per time step", num_steps) if progress else None
