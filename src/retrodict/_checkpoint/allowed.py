@@ -112,7 +112,7 @@ CLASSES: dict[str, str] = {
         AnyBounded AnyLipschitz ErrorBound FiniteBounds FiniteProblem Mixing PosteriorCheck
     """,
     "retrodict.online": """
-        FixedLag KalmanScore LagMoments LagOutput LagRows LagState LaggedLearnerOutput
+        FixedLag KalmanScore LagOutput LagRows LagState
         LaggedLearnerState LearnerOutput LearnerState OnlineOutput OnlineSmoother QuadraticFeatures
         RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningOutput RunningPosterior
         RunningState TruncatedBackprop WeightedSamples
@@ -190,6 +190,8 @@ RENAMED: dict[str, str] = {
     "retrodict._mask:Series": "retrodict:Series",
     "retrodict._parameters": "retrodict._model.parameters",
     "retrodict._train": "retrodict._learning.train",
+    "retrodict:LagMoments": "retrodict._expectations.expectation:Marginals",
+    "retrodict:LaggedLearnerOutput": "retrodict.online:LearnerOutput",
     "retrodict:Observations": "retrodict:Series",
     "retrodict:RunningElboState": "retrodict.online.exact:BoundState",
 }

@@ -13,7 +13,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._arrays import PRNGKey, check_count, is_concrete
-from retrodict._expectations import BackwardSampling, ClosedForm, marginals, moments_over_paths
+from retrodict._expectations import (
+    BackwardSampling,
+    ClosedForm,
+    Marginals,
+    marginals,
+    moments_over_paths,
+)
 from retrodict._families import (
     AbstractFamily,
     AbstractLinearGaussianFamily,
@@ -40,22 +46,6 @@ Affine: TypeAlias = tuple[Array, ...]
 """The weight, the bias and the noise covariance of an affine map with Gaussian noise."""
 
 
-class LagMoments(eqx.Module):
-    """Means and covariances of states, with a leading axis `time` for several rows.
-
-    Attributes:
-        mean: the mean, of shape `(state,)`.
-        covariance: the covariance, of shape `(state, state)`.
-        mean_standard_error: the standard error of `mean`; zero if the mean is exact.
-        covariance_standard_error: the standard error of `covariance`; zero if it is exact.
-    """
-
-    mean: Float[Array, "... state"]
-    covariance: Float[Array, "... state state"]
-    mean_standard_error: Float[Array, "... state"]
-    covariance_standard_error: Float[Array, "... state state"]
-
-
 class LagRows(eqx.Module):
     """Smoothed rows of a stream.
 
@@ -66,12 +56,22 @@ class LagRows(eqx.Module):
             ended.
     """
 
-    smoothed: LagMoments
+    smoothed: Marginals
     row: Int[Array, "..."]
     ready: Bool[Array, "..."]
 
 
-class LagOutput(eqx.Module):
+class AbstractLagOutput(eqx.Module):
+    """What all outputs of a fixed lag contain; see `LagOutput`."""
+
+    filtered: Marginals
+    smoothed: Marginals
+    row: Int[Array, "..."]
+    ready: Bool[Array, "..."]
+    skipped: Bool[Array, "..."]
+
+
+class LagOutput(AbstractLagOutput):
     """The output after row k of a stream, with a leading axis `time` for several rows.
 
     Attributes:
@@ -81,12 +81,6 @@ class LagOutput(eqx.Module):
         ready: whether k ≥ lag.
         skipped: whether row k was read as missing, since it made a result non-finite.
     """
-
-    filtered: LagMoments
-    smoothed: LagMoments
-    row: Int[Array, "..."]
-    ready: Bool[Array, "..."]
-    skipped: Bool[Array, "..."]
 
 
 class LagState(eqx.Module):
@@ -232,7 +226,7 @@ def advance_lag(
         smoothed = _pushed_back(steps, factor.law, lag)
     else:
 
-        def at_row(at: tuple[Array, Any, Array]) -> LagMoments:
+        def at_row(at: tuple[Array, Any, Array]) -> Marginals:
             index, law, time = at
             window = jax.tree.map(
                 lambda leaf: lax.dynamic_slice_in_dim(leaf, index, lag + 1), steps
@@ -243,7 +237,7 @@ def advance_lag(
             return moments_of_paths(family, window, law, lagged.num_samples, key, first)
 
         smoothed = lax.map(at_row, (jnp.arange(n), factor.law, times))
-    filtered = exact_moments(factor.law.mean, factor.law.covariance)
+    filtered = Marginals.exact(factor.law.mean, factor.law.covariance)
     filtered, smoothed = nan_where_absent(exists, (filtered, smoothed))
     ready = (times >= lag) & exists
     next_state = LagState(
@@ -257,7 +251,7 @@ def advance_lag(
     return next_state, LagOutput(filtered, smoothed, row, ready, skipped), factor
 
 
-def _pushed_back(kernels: LinearGaussianKernel, laws: Any, lag: int) -> LagMoments:
+def _pushed_back(kernels: LinearGaussianKernel, laws: Any, lag: int) -> Marginals:
     """Push the law of each row back through the `lag` kernels that end with its own.
 
     Windows of kernels are composed for all rows at once: a window of 2w kernels from two of w, and
@@ -274,7 +268,7 @@ def _pushed_back(kernels: LinearGaussianKernel, laws: Any, lag: int) -> LagMomen
         power, width = _join(power, power, width), 2 * width
     # The first window ends before the first of the rows.
     window = tuple(leaf[-laws.mean.shape[0] :] for leaf in window)
-    return exact_moments(*jax.vmap(push_forward)(window, laws.mean, laws.covariance))
+    return Marginals.exact(*jax.vmap(push_forward)(window, laws.mean, laws.covariance))
 
 
 def push_forward(
@@ -312,7 +306,7 @@ def _chain(family: Any, steps: PyTree, law: Any) -> Any:
 
 def moments_of_paths(
     family: Any, steps: PyTree, law: Any, num_samples: int, key: PRNGKey, first: Any = 0
-) -> LagMoments:
+) -> Marginals:
     """Average the conditional moments of one state over paths drawn back from a law.
 
     Args:
@@ -331,7 +325,7 @@ def moments_of_paths(
         for leaf in (trace.means, trace.covariances)
     )
     moments = moments_over_paths(means, covariances, jnp.ones((num_samples, 1), means.dtype))
-    return LagMoments(**jax.tree.map(lambda leaf: leaf[0], vars(moments)))
+    return jax.tree.map(lambda leaf: leaf[0], moments)
 
 
 @eqx.filter_jit
@@ -343,10 +337,4 @@ def _flush(lagged: FixedLag, state: LagState) -> LagRows:
     estimator = BackwardSampling(lagged.num_samples) if lagged.draws else ClosedForm()
     moments = marginals(chain, estimator=estimator, key=key)
     rows = state.num_read - lagged.lag + jnp.arange(lagged.lag)
-    smoothed = nan_where_absent(rows >= 0, LagMoments(**vars(moments)))
-    return LagRows(smoothed, rows, rows >= 0)
-
-
-def exact_moments(mean: Array, covariance: Array) -> LagMoments:
-    """Return moments with a standard error of zero."""
-    return LagMoments(mean, covariance, jnp.zeros_like(mean), jnp.zeros_like(covariance))
+    return LagRows(nan_where_absent(rows >= 0, moments), rows, rows >= 0)

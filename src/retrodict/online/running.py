@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from retrodict._arrays import PRNGKey
 from retrodict._expectations import AbstractFunctional, Recursive
@@ -15,8 +15,9 @@ from retrodict._families import AbstractFamily
 from retrodict._model import Series, StateSpaceModel, prepare_data, unwrap
 from retrodict.online.exact import ExactRecursion, check_exact
 from retrodict.online.fixed_lag import (
+    AbstractLagOutput,
     FixedLag,
-    LagMoments,
+    LagOutput,
     LagRows,
     LagState,
     advance_lag,
@@ -56,7 +57,7 @@ class RunningState(eqx.Module):
     key: Any
 
 
-class RunningOutput(eqx.Module):
+class RunningOutput(AbstractLagOutput):
     """The output after row k of a stream, with a leading axis `time` for several rows.
 
     Attributes:
@@ -74,17 +75,12 @@ class RunningOutput(eqx.Module):
         skipped: whether row k was read as missing, since it made a result non-finite.
     """
 
-    filtered: LagMoments
-    smoothed: LagMoments
-    row: Int[Array, "..."]
-    ready: Bool[Array, "..."]
     elbo: Any
     elbo_increment: Any
     elbo_standard_error: Any
     values: dict[str, PyTree]
     standard_errors: dict[str, PyTree]
     ess: Any
-    skipped: Bool[Array, "..."]
 
 
 class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
@@ -272,20 +268,15 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         estimates, errors, increment, ess = nan_where_absent(
             exists, (estimates, errors, increment, ess)
         )
-        ready, smoothed, row = out.ready, out.smoothed, out.row
         if self.lag == 0:
-            ready, smoothed, row = exists, out.filtered, times
+            out = LagOutput(out.filtered, out.filtered, times, exists, out.skipped)
         output = RunningOutput(
-            out.filtered,
-            smoothed,
-            row,
-            ready,
-            estimates.elbo,
-            increment,
-            errors.elbo,
-            estimates.values,
-            errors.values,
-            ess,
-            out.skipped,
+            **vars(out),
+            elbo=estimates.elbo,
+            elbo_increment=increment,
+            elbo_standard_error=errors.elbo,
+            values=estimates.values,
+            standard_errors=errors.values,
+            ess=ess,
         )
         return RunningState(lag, statistics, sums[0], sums[1], state.key), output, finite
