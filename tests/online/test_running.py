@@ -17,7 +17,7 @@ from scipy.stats import multivariate_normal
 
 import retrodict as rd
 from retrodict.online import RunningOutput, RunningState, samples
-from retrodict.online.followed import kahan_add
+from retrodict.online.quantities import kahan_add
 from retrodict.online.samples import backward_law, log_weights
 
 N, CHUNK, LAG = 6, 3, 2

@@ -20,7 +20,7 @@ from retrodict._model import (
 )
 
 
-class Coordinates(eqx.Module):
+class ModelCoordinates(eqx.Module):
     """The map from a vector θ to a model, whose other leaves are fixed.
 
     Attributes:
@@ -58,9 +58,9 @@ class Coordinates(eqx.Module):
             start += place.shape[0]
         return eqx.combine(jax.tree.unflatten(structure, moved), self.model)
 
-    def moved(self, theta: Float[Array, "parameter"]) -> "Coordinates":
+    def moved(self, theta: Float[Array, "parameter"]) -> "ModelCoordinates":
         """Return the same coordinates for the model at θ."""
-        return Coordinates(self.model_at(theta), self.places, self.names, self.edges)
+        return ModelCoordinates(self.model_at(theta), self.places, self.names, self.edges)
 
     def beside(
         self, theta: Float[Array, "parameter"], step: Float[Array, "parameter"]
@@ -82,7 +82,7 @@ class Coordinates(eqx.Module):
         }
 
 
-def coordinates_of(model: StateSpaceModel) -> Coordinates:
+def coordinates_of(model: StateSpaceModel) -> ModelCoordinates:
     """Return the coordinates of the parameters that `fit` and `fit_evidence` learn."""
     model = learnable(model)
     moving = jax.tree.leaves(_moving(model))
@@ -101,7 +101,7 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
         for entry in np.argwhere(chosen).tolist():
             names.append(name + (f"[{','.join(map(str, entry))}]" if entry else ""))
             edges.append(_edges(owner, entry))
-    return Coordinates(model, tuple(places), tuple(names), tuple(edges))
+    return ModelCoordinates(model, tuple(places), tuple(names), tuple(edges))
 
 
 def _edges(owner: Any, entry: list[int]) -> tuple[float | None, float | None]:

@@ -1,4 +1,4 @@
-"""Datasets: the one way from series to the minibatch of a training step.
+"""Datasets of series, and minibatches of them for the steps of training.
 
 `open_dataset` returns a dataset, `dataset.loader(...)` a loader for one run of training,
 `loader.load(first, count, then)` the arrays that `count` steps read, and
@@ -324,10 +324,10 @@ def draw_indices(key: PRNGKey, step: Any, count: int, batch_size: int) -> Int[Ar
     return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), begin, end)
 
 
-def spaced_indices(count: int, most: int) -> Int[np.ndarray, "index"]:
-    """Return at most `most` of the indices 0..count-1, at equal distances."""
-    most = min(most, count)
-    return np.arange(most) * count // most
+def spaced_indices(count: int, size: int) -> Int[np.ndarray, "index"]:
+    """Return at most `size` of the indices 0..count-1, at equal distances."""
+    size = min(size, count)
+    return np.arange(size) * count // size
 
 
 def hash_series(series: Series) -> np.ndarray:
@@ -348,7 +348,7 @@ def batch_for(
         mask: true where an entry was observed.
         inputs: inputs.
         length: the number of existing rows.
-        owner: the calling verb, for messages.
+        owner: the calling function, for messages.
     """
     batch = prepare_batch(
         ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input

@@ -17,11 +17,11 @@ from retrodict._families import advance_over
 from retrodict._learning.dataset import AbstractBatches, Minibatch
 from retrodict._learning.elbo_of_rows import elbo_of_rows
 from retrodict._learning.options import Objective
-from retrodict._learning.train import Stage
+from retrodict._learning.train import LossStage
 from retrodict._model import Frozen, Series, StateSpaceModel, unwrap
 from retrodict.distributed import Parallel
 
-SHORTEST_PREFIX = 8
+MIN_PREFIX = 8
 """The number of rows of the first growing prefix."""
 
 
@@ -165,18 +165,18 @@ def _sampling_key(key: PRNGKey, step: Array) -> PRNGKey:
 
 def stages_of(
     loss: ElboLoss, num_times: int, num_steps: int, objective: Objective, chunk_size: int
-) -> list[Stage]:
+) -> list[LossStage]:
     """Return the losses of a fit in their order, each with the step at which it ends."""
     rows = min(objective.window or num_times, num_times)
     uses_all_rows, prefixes = rows == num_times, []
     last = PrefixLoss(loss, rows) if uses_all_rows else WindowLoss(loss, num_times, rows)
     if objective.growing:
-        doublings = math.ceil(math.log2(max(1.0, rows / SHORTEST_PREFIX)))
-        prefixes = [SHORTEST_PREFIX * 2**doubling for doubling in range(doublings)]
+        doublings = math.ceil(math.log2(max(1.0, rows / MIN_PREFIX)))
+        prefixes = [MIN_PREFIX * 2**doubling for doubling in range(doublings)]
     stages, half = [], num_steps // 2
     for position, prefix in enumerate(prefixes):
         # Stages end at chunk boundaries, where checkpoints are written.
         until = half * (position + 1) // len(prefixes) // chunk_size * chunk_size
         if until > (stages[-1].until if stages else 0):
-            stages.append(Stage(until, PrefixLoss(loss, prefix)))
-    return [*stages, Stage(num_steps, last)]
+            stages.append(LossStage(until, PrefixLoss(loss, prefix)))
+    return [*stages, LossStage(num_steps, last)]

@@ -52,7 +52,7 @@ def elbo_of_rows(
     chain, data = infer_series(family, read, state, parallel=parallel), rows
     if from_start is not True:
         law = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], chain.laws))
-        prior = law if from_start is False else _either(from_start, model.prior, law)
+        prior = law if from_start is False else _selected(from_start, model.prior, law)
         model = StateSpaceModel(prior, model.transition, model.emission)
         observed = jnp.ones(rows.ys.shape, bool) if rows.mask is None else rows.mask
         data = dataclasses.replace(rows, mask=observed.at[0].set(observed[0] & from_start))
@@ -61,7 +61,7 @@ def elbo_of_rows(
     return elbo_in_segments(model, family, state, rows, data, estimator, key, segment)
 
 
-class _EitherLaw(eqx.Module):
+class _SelectedLaw(eqx.Module):
     """One of two laws, selected at run time."""
 
     first: Bool[Array, ""]
@@ -78,9 +78,9 @@ class _EitherLaw(eqx.Module):
         return jnp.where(self.first, self.one.sample(key), self.other.sample(key))
 
 
-def _either(first: Bool[Array, ""], one: Any, other: Any) -> Any:
+def _selected(first: Bool[Array, ""], one: Any, other: Any) -> Any:
     if isinstance(one, Gaussian) and isinstance(other, Gaussian):
         # A Gaussian has expectations in closed form.
         pairs = [(law.mean, dense_scale(law.scale_tril)) for law in (one, other)]
         return Gaussian(*jax.tree.map(lambda a, b: jnp.where(first, a, b), *pairs))
-    return _EitherLaw(first, one, other)
+    return _SelectedLaw(first, one, other)

@@ -41,9 +41,9 @@ from retrodict._learning.options import Objective, Optimisation
 from retrodict._learning.partition import Learn, partition
 from retrodict._learning.shared import SharedSeries
 from retrodict._learning.train import (
+    LossStage,
     Placement,
     ProgressLine,
-    Stage,
     Trained,
     best_start,
     default_optimiser,
@@ -54,21 +54,21 @@ from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 NUM_PREPARED = 4096
-"""The number of training series from which a family takes the units of the data."""
+"""The largest number of training series that determine the units of a family."""
 
 NUM_EVALUATED = 256
 """The number of training series that evaluate the parameters if nothing is held out."""
 
-FEWEST_COMPARED = 1000
-"""The number of steps from which on the ELBO is compared with a particle estimate of the evidence,
-which takes some seconds."""
+MIN_COMPARED_STEPS = 1000
+"""The least number of steps of a fit whose ELBO is compared with a particle estimate of the
+evidence. The comparison takes some seconds."""
 
 STARTS = "start"
 """The axis of a mesh over which several starts are sharded."""
 
 NUM_PATHS = 1
-"""The number of sampled paths per series and step. With the score left out of the gradient, more
-steps with one path gained more than more paths."""
+"""The number of sampled paths per series and step. The gradient leaves out the score. For the same
+time, more steps with one path gave a better ELBO than fewer steps with more paths."""
 
 
 @together()
@@ -180,7 +180,7 @@ def fit(
         file = FitCheckpoint(Path(checkpoint), settings, devices)
         trained = file.resume(trained, num_starts)
 
-    def run(stages: Sequence[Stage], trained: Trained, starts: int | None) -> Trained:
+    def run(stages: Sequence[LossStage], trained: Trained, starts: int | None) -> Trained:
         placement, axes = _placement(devices, starts)
         with closing(dataset.loader(key, options.batch_size, options.chunk_size, axes)) as loader:
             return train(
@@ -212,7 +212,7 @@ def fit(
     if held_out is not None:
         result = compare_with_training(result)
     one_process = devices is None or not devices.is_multi_process
-    if num_steps >= FEWEST_COMPARED and one_process and objective.log_prior is None:
+    if num_steps >= MIN_COMPARED_STEPS and one_process and objective.log_prior is None:
         result = compare_with_particles(result, evaluation, trained.state.kept, validation)
     return result
 
@@ -297,7 +297,7 @@ def _tournament_end(num_steps: int, options: Optimisation) -> int:
     return min(num_steps, chunks * options.chunk_size)
 
 
-def _until(stages: Sequence[Stage], step: int) -> list[Stage]:
+def _until(stages: Sequence[LossStage], step: int) -> list[LossStage]:
     """Return the stages up to a step."""
     complete = [stage for stage in stages if stage.until < step]
-    return [*complete, Stage(step, stages[len(complete)].loss)]
+    return [*complete, LossStage(step, stages[len(complete)].loss)]

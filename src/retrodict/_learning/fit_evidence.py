@@ -18,11 +18,11 @@ from retrodict._learning.open_dataset import open_dataset
 from retrodict._learning.partition import is_learnable
 from retrodict._learning.quasi_newton import minimise
 from retrodict._learning.train import (
+    LossStage,
     Placement,
     ProgressLine,
-    Stage,
-    Status,
     Trained,
+    TrainingStatus,
     default_optimiser,
     start,
     train,
@@ -50,7 +50,7 @@ class EvidenceResult(eqx.Module):
     history: Float[np.ndarray, "step"]
     log_evidence: float = eqx.field(static=True)
     num_skipped: int = eqx.field(static=True)
-    status: Status = eqx.field(static=True)
+    status: TrainingStatus = eqx.field(static=True)
 
 
 @together()
@@ -159,7 +159,7 @@ def fit_evidence(
     optimiser = optimiser or default_optimiser(learning_rate, num_steps)
     trained = train(
         key,
-        [Stage(num_steps, loss)],
+        [LossStage(num_steps, loss)],
         loss.score,
         Trained(start(parameters, optimiser, None)),
         loader.load,

@@ -11,11 +11,11 @@ from jaxtyping import Float, Int, PyTree
 from retrodict._families import AbstractFamily
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
-from retrodict._learning.train import Status, Trained
+from retrodict._learning.train import Trained, TrainingStatus
 from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.particles import particle_filter
 
-FitStatus = Status | Literal["overfitted", "underfitted"]
+FitStatus = TrainingStatus | Literal["overfitted", "underfitted"]
 """How a fit ended; the last two override "finished" and "stopped early"."""
 
 FAR_BELOW = 0.5

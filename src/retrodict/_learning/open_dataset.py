@@ -1,4 +1,4 @@
-"""From the arguments of a verb to a dataset."""
+"""Validate the data arguments of `fit` and build a dataset of series."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def open_dataset(
     mesh: Mesh | None,
     owner: str,
 ) -> AbstractDataset:
-    """Return the dataset of a verb, checked against an unwrapped model.
+    """Return a dataset of series, checked against an unwrapped model.
 
     Args:
         model: the model.
@@ -28,8 +28,8 @@ def open_dataset(
         mask: true where an entry was observed; like the next two, for arrays only.
         inputs: inputs.
         length: the number of existing rows.
-        mesh: the devices of the verb; `None` for one.
-        owner: the verb, for messages.
+        mesh: the devices of the function; `None` for one.
+        owner: the calling function, for messages.
     """
     options = {"mask": mask, "inputs": inputs, "length": length}
     if isinstance(ys, AbstractSeriesStore):
@@ -40,7 +40,7 @@ def open_dataset(
         if ys.mesh != mesh:
             raise ValueError(
                 f"{owner} expects series that are shared over the devices of its mesh. Pass the"
-                " same `mesh` to SharedSeries and to the verb."
+                " same `mesh` to SharedSeries and to the function."
             )
         check_shared(model, ys)
         series, count = ys.series, ys.num_series

@@ -18,49 +18,49 @@ from jaxtyping import Array, Bool, Float, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
 from retrodict._arrays import Scalar
-from retrodict._learning.coordinates import Coordinates, coordinates_of
-from retrodict._learning.train import Status
+from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
+from retrodict._learning.train import TrainingStatus
 from retrodict._model import StateSpaceModel
 from retrodict.distributed import to_hosts
 
 ROUNDING = 10.0
-"""The number of rounding errors of the loss from which on a step is progress."""
+"""A step is progress if it lowers the loss by more than this many rounding errors of the loss."""
 
 NO_GAIN = 1e-7
-"""The gain of a step, in nats of the whole loss, from which on it is progress."""
+"""A step is progress if it lowers the whole loss by more than this, in nats."""
 
 SETTLED = 1e-5
-"""The gain in nats from which on a restarted descent continues."""
+"""A restarted descent continues if it lowered the whole loss by this much, in nats."""
 
 SMALL = 0.1
-"""The fraction of the largest scale below which a scale may be converging to zero."""
+"""A scale below this fraction of the largest scale may be converging to zero."""
 
 SCREENING_STEPS = 8
-"""The number of steps from each start before the best continues."""
+"""Each start takes this many steps before the best two continue."""
 
 RESTART_STEPS = 12
-"""The number of steps of a restart from the interior."""
+"""A restart from the interior takes this many steps before it is compared."""
 
 MAX_ROUNDS = 3
-"""The number of rounds of restarts of parameters at an edge."""
+"""Parameters at an edge are restarted at most this many times."""
 
 APART = 30.0
-"""The factor by which a start lowers all scales but one."""
+"""A start lowers all scales but one by this factor."""
 
 NEGLIGIBLE = 0.5
-"""The cost in nats of a tenfold scale below which the scale is at the edge of zero."""
+"""A scale is at the edge of zero if a tenfold scale costs at most this, in nats."""
 
 NOTICEABLE = 0.02
-"""The cost per row at which a raised scale is in the interior."""
+"""A raised scale is in the interior if it costs more than this per row, in nats."""
 
 LOWEST = 1e-4
-"""The fraction of the largest scale from which on small scales are raised."""
+"""A scale is raised to this fraction of the largest scale at least."""
 
 LOGIT = 2.0
-"""The logistic coordinate of the starts of bounded parameters, on both sides of the middle."""
+"""Bounded parameters start at this logistic coordinate, on both sides of the middle."""
 
 MAX_PROBES = 40
-"""The largest number of free parameters that are probed one by one."""
+"""Up to this number, free parameters are probed one by one."""
 
 
 class Minimum(NamedTuple):
@@ -80,7 +80,7 @@ class Minimum(NamedTuple):
     value: float
     losses: Float[np.ndarray, "step"]
     num_skipped: int
-    status: Status
+    status: TrainingStatus
 
 
 def minimise(
@@ -141,7 +141,7 @@ class _Descent(NamedTuple):
     z: Float[np.ndarray, "parameter"]
     value: float
     losses: list[float]
-    status: Status
+    status: TrainingStatus
 
     def after(self, before: "_Descent") -> "_Descent":
         """Return the same with an earlier descent in front; the earlier point if it is better."""
@@ -236,7 +236,7 @@ class _Search:
         steepest = float(np.max(np.abs(result.jac), initial=0.0))
         # Coordinates have no units: a gradient g leaves a gain of about g².
         is_end = result.success or steepest**2 < max(self._precision, NO_GAIN * self._share)
-        status: Status = (
+        status: TrainingStatus = (
             "finished" if len(losses) >= most else "converged" if is_end else "stopped early"
         )
         return _Descent(result.x, float(result.fun), losses, status)
@@ -344,7 +344,7 @@ class _Search:
 
 
 def _parameters(
-    coordinates: Coordinates, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]
+    coordinates: ModelCoordinates, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]
 ) -> PyTree:
     """Return the floating arrays of the model at the coordinates z of `_Search`."""
     log_scale = jnp.where(coordinates.is_scale, z, 0.0)
@@ -358,7 +358,7 @@ def _parameters(
 @eqx.filter_jit
 def _evaluate(
     loss: Callable[[PyTree, PyTree], Scalar],
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     z: Float[Array, "parameter"],
     unit: Float[Array, "parameter"],
     data: PyTree,

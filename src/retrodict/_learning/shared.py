@@ -26,7 +26,7 @@ class SharedSeries:
 
     `fit` and `fit_evidence` accept them as `ys`, and so does `parameter_errors` for linear-Gaussian
     models. The results are those of the same call with all series, up to rounding. All processes
-    must construct them, and call these verbs, together. A single process holds all series.
+    must construct them, and call these functions, together. A single process holds all series.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -45,7 +45,7 @@ class SharedSeries:
         mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(local, time, input)`.
         length: the number of existing rows, one integer per series; in all processes, or in none.
-        mesh: the devices over which the series are sharded, the same as those of the verb.
+        mesh: the devices over which the series are sharded, the same as those of the function.
 
     Attributes:
         series: all series, sharded over the devices of all processes and padded at the end.
@@ -139,7 +139,7 @@ def _shard(local: Series, count: int, mesh: Mesh | None) -> Series:
     """Return the shares of all processes as arrays over a mesh."""
     if mesh is None:
         return local
-    local = _or_another(local)
+    local = _with_padding(local)
     places, total = device_slice(count, mesh), -(-count // mesh.size) * mesh.size
     index = np.minimum(np.arange(places.stop - places.start), local.num_series - 1)
     rows = NamedSharding(mesh, P(mesh.axis_names))
@@ -156,7 +156,7 @@ def _shard(local: Series, count: int, mesh: Mesh | None) -> Series:
     return jax.tree.map(over_devices, local)
 
 
-def _or_another(local: Series) -> Series:
+def _with_padding(local: Series) -> Series:
     """Return the series of this process or, if it has none, one series of another, as padding.
 
     Padding contributes nothing, but it is computed with: made-up values might be impossible under

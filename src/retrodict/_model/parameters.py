@@ -1,8 +1,8 @@
 """Parameters that stay in their domain while they are learned.
 
 A parameter stores an unconstrained array, which is optimised, and computes the constrained value
-from it. Models and kernels may hold parameters in place of arrays. Every verb calls `unwrap` once,
-at its entry, and works on plain arrays from there.
+from it. Models and kernels may hold parameters in place of arrays. Every function calls `unwrap`
+once, at its entry, and works on plain arrays from there.
 """
 
 from abc import abstractmethod

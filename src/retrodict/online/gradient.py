@@ -117,7 +117,7 @@ class AbstractRecursiveGradient(eqx.Module):
             key: a typed key for the draws of this row.
         """
 
-    def unseen(self, state: PyTree) -> PyTree:
+    def mark_rows_missing(self, state: PyTree) -> PyTree:
         """Return the state with the stored rows marked as missing.
 
         A learner continues from it if no finite step follows from these rows, since later steps

@@ -221,7 +221,9 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
             carry, results = lax.scan(step, carry, steps)
             last = jax.tree.map(lambda leaf: leaf[-1], results)
         # If only the step is non-finite, an earlier row may be the cause.
-        fallback = choose(last.finite_row, self.gradient.unseen(state.gradient), state.gradient)
+        fallback = choose(
+            last.finite_row, self.gradient.mark_rows_missing(state.gradient), state.gradient
+        )
         gradient = choose(last.finite, last.gradient, fallback)
         num_skipped = state.num_skipped + jnp.where(last.finite, 0, 1)
         parameters, optimiser = carry

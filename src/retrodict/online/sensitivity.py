@@ -23,10 +23,10 @@ from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.gradient import Parts, RowGradient
 
-Sensitivity = Literal["exact", "none"]
+StateDerivative = Literal["exact", "none"]
 
 
-class Followed(eqx.Module):
+class StateWithJacobian(eqx.Module):
     """The state of a family, and its derivative.
 
     Attributes:
@@ -39,17 +39,17 @@ class Followed(eqx.Module):
     jacobian: Float[Array, "entries parameter"]
 
 
-def follow(parts: Parts) -> Followed:
+def initial_state(parts: Parts) -> StateWithJacobian:
     """Return the state before the first row, and its derivative."""
 
     def start(vector: Array) -> Array:
         return _numbers(parts.at(vector)[0].init())[0]
 
     jacobian = jax.jacrev(start)(parts.vector)[:, : parts.num_family]
-    return Followed(parts.whole[0].init(), jacobian)
+    return StateWithJacobian(parts.whole[0].init(), jacobian)
 
 
-class Reading(eqx.Module):
+class DifferentiableRow(eqx.Module):
     """One row, read by a family whose parameters may vary.
 
     Functions of (family, model, factor) are differentiated in the parameters both directly and
@@ -64,12 +64,14 @@ class Reading(eqx.Module):
     """
 
     parts: Parts
-    before: Followed
-    after: Followed
+    before: StateWithJacobian
+    after: StateWithJacobian
     row: Series
     factor: Factor
 
-    def __init__(self, parts: Parts, before: Followed, row: Series, sensitivity: Sensitivity):
+    def __init__(
+        self, parts: Parts, before: StateWithJacobian, row: Series, sensitivity: StateDerivative
+    ):
         """Advance the state by a row.
 
         Args:
@@ -93,7 +95,7 @@ class Reading(eqx.Module):
         jacobian = direct[:, : parts.num_family]
         if sensitivity == "exact":
             jacobian = jacobian + linalg.matmul(through, before.jacobian)
-        self.after = Followed(after, jacobian)
+        self.after = StateWithJacobian(after, jacobian)
         self.factor = family.read(before.state, after, family.embed(row))
 
     def gradient(

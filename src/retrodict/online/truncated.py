@@ -120,7 +120,7 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         mean = jax.tree.map(lambda leaf: leaf / num_rows.astype(leaf.dtype), gradient)
         return after, RowGradient(increment, gradient, mean, due, factor)
 
-    def unseen(self, state: TruncatedState) -> TruncatedState:
+    def mark_rows_missing(self, state: TruncatedState) -> TruncatedState:
         """Return the state with all rows of the window marked as missing."""
         rows = dataclasses.replace(state.rows, mask=jnp.zeros(state.rows.ys.shape, bool))
         return eqx.tree_at(lambda s: s.rows, state, rows)
