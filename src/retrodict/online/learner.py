@@ -235,8 +235,7 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
         smoothed = _smoothed(family, last.factor, jax.random.fold_in(key, self.steps_per_row))
         ready = state.num_read > 1
         smoothed = jax.tree.map(lambda leaf: jnp.where(ready, leaf, jnp.nan), smoothed)
-        row = jnp.maximum(state.num_read - 2, 0)
-        lag = (filtered, smoothed, row, ready, ~last.finite)
+        lag = (filtered, smoothed, jnp.maximum(state.num_read - 2, 0), ready, ~last.finite)
         return state, LearnerOutput(*lag, last.elbo_increment, last.norm)
 
     def _step(
