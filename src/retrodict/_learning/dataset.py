@@ -244,13 +244,14 @@ class ArrayDataset(AbstractDataset):
 
     def loader(
         self, key: PRNGKey, batch_size: int, chunk_size: int, axes: tuple[str, ...]
-    ) -> "InMemoryLoader":
-        """Return a loader that gives every step the same arrays."""
-        return InMemoryLoader(self._series, self._count, batch_size, self._mesh, axes)
+    ) -> "InMemoryBatches":
+        """Return all series, from which each step draws its minibatch."""
+        everything = Minibatch.on_devices(self._series, self._mesh, axes, self._count)
+        return InMemoryBatches(everything, min(batch_size, self._count))
 
 
-class InMemoryBatches(AbstractBatches):
-    """All series, from which each step draws its minibatch.
+class InMemoryBatches(AbstractBatches, AbstractLoader):
+    """All series, from which each step draws its minibatch; the same for all steps.
 
     Attributes:
         everything: all series, on one device or in equal shares on those of a mesh.
@@ -259,6 +260,10 @@ class InMemoryBatches(AbstractBatches):
 
     everything: Minibatch
     batch_size: int = eqx.field(static=True)
+
+    def load(self, first: int, count: int, then: int | None) -> "InMemoryBatches":
+        """Return all series."""
+        return self
 
     def minibatch(self, key: PRNGKey, step: Int[Array, ""]) -> Minibatch:
         """Draw one series from each of `batch_size` equal parts of the data."""
@@ -282,28 +287,6 @@ class InMemoryBatches(AbstractBatches):
         spec = P(axes)
         chosen = jax.shard_map(of_shard, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
         return Minibatch(chosen(series, index), self.batch_size, mesh, axes)
-
-
-class InMemoryLoader(AbstractLoader):
-    """A loader of series that are in memory.
-
-    Args:
-        series: the series.
-        count: the number of series that count.
-        batch_size: the number of series per step, at most.
-        mesh: the devices; `None` for one.
-        axes: the axes of the mesh over which the series are sharded.
-    """
-
-    def __init__(
-        self, series: Series, count: int, batch_size: int, mesh: Mesh | None, axes: tuple[str, ...]
-    ) -> None:
-        everything = Minibatch.on_devices(series, mesh, axes, count)
-        self.batches = InMemoryBatches(everything, min(batch_size, count))
-
-    def load(self, first: int, count: int, then: int | None) -> InMemoryBatches:
-        """Return all series."""
-        return self.batches
 
 
 def draw_indices(key: PRNGKey, step: Any, count: int, batch_size: int) -> Int[Array, "batch"]:

@@ -127,8 +127,7 @@ def fit_evidence(
     dataset = open_dataset(unwrap(model), ys, **options, mesh=devices, owner="fit_evidence")
     axes = () if devices is None else devices.axis_names
     size = sys.maxsize if batch_size is None else check_count(batch_size, "batch_size")
-    loader: Any = dataset.loader(key, size, chunk_size, axes)
-    batches: InMemoryBatches = loader.batches
+    batches: Any = dataset.loader(key, size, chunk_size, axes)
     model = learnable(model)
     parameters, fixed = eqx.partition(model, is_learnable(model))
     loss = EvidenceLoss(fixed, log_prior, 1.0 / dataset.num_rows)
@@ -162,7 +161,7 @@ def fit_evidence(
         [LossStage(num_steps, loss)],
         loss.score,
         Trained(start(parameters, optimiser, None)),
-        loader.load,
+        batches.load,
         batches.everything,
         optimiser=optimiser,
         chunk_size=chunk_size,
