@@ -20,7 +20,7 @@ from scipy.optimize import OptimizeResult, minimize
 from retrodict._arrays import Scalar
 from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
 from retrodict._learning.train import TrainingStatus
-from retrodict._model import StateSpaceModel
+from retrodict._model import UNBOUNDED, StateSpaceModel
 from retrodict.distributed import to_hosts
 
 ROUNDING = 10.0
@@ -180,7 +180,7 @@ class _Search:
         self._dtype = coordinates.theta().dtype
         self._precision = ROUNDING * float(jnp.finfo(self._dtype).eps)
         self.is_scale = coordinates.is_scale
-        self.is_free = np.array([edge == (None, None) for edge in coordinates.edges], bool)
+        self.is_free = np.array([edge == UNBOUNDED for edge in coordinates.edges], bool)
         # The index of the array of each parameter, and its index along the last axis of it.
         places = [np.asarray(place) for place in coordinates.places]
         self._array = np.repeat(np.arange(len(places)), [place.size for place in places])

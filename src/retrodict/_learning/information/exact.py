@@ -204,9 +204,9 @@ def _edges_of(
     """Return the coordinates at an edge, and the value of that edge."""
     edges = {}
     for i, (lower, upper) in enumerate(coordinates.edges):
-        if lower is None:
+        if math.isinf(lower):
             continue
-        if upper is not None:
+        if math.isfinite(upper):
             # A logistic function, whose distance to a bound is exponential in the coordinate.
             slope, near = 1.0, abs(theta[i]) > FAR_OUT
         else:
@@ -215,5 +215,5 @@ def _edges_of(
             near = value < NEGLIGIBLE * spread
         flat = abs(score[i] * slope) < FLAT and abs(information[i, i] * slope**2) < FLAT
         if near and flat:
-            edges[i] = lower if upper is None or theta[i] < 0 else upper
+            edges[i] = lower if math.isinf(upper) or theta[i] < 0 else upper
     return edges
