@@ -115,52 +115,31 @@ def _rows(series: Series, begin: Any, count: int) -> Series:
     return dataclasses.replace(rows, length=length)
 
 
-class PrefixLoss(eqx.Module):
-    """The loss of a step on the first rows of each series.
+class StepLoss(eqx.Module):
+    """The loss of a step on the first rows of each series, or on a random window of them.
 
     Attributes:
         loss: the loss of a minibatch.
         count: the number of rows.
+        num_times: the number of rows among which the window lies; `None` for the first rows.
     """
 
     loss: ElboLoss
     count: int = eqx.field(static=True)
+    num_times: int | None = eqx.field(static=True, default=None)
 
     def __call__(
         self, parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
     ) -> Scalar:
         """Return the loss of the minibatch of a step."""
-        batch = batches.minibatch(key, step).first_rows(self.count)
-        return self.loss(parameters, batch, _sampling_key(key, step))
-
-
-class WindowLoss(eqx.Module):
-    """The loss of a step on a random window of each series.
-
-    Attributes:
-        loss: the loss of a minibatch.
-        num_times: the number of rows of each series.
-        count: the number of rows of a window.
-    """
-
-    loss: ElboLoss
-    num_times: int = eqx.field(static=True)
-    count: int = eqx.field(static=True)
-
-    def __call__(
-        self, parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
-    ) -> Scalar:
-        """Return the loss of the minibatch of a step, over one window."""
         batch = batches.minibatch(key, step)
-        sampling_key, place_key = jax.random.split(_sampling_key(key, step))
+        key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
+        if self.num_times is None:
+            return self.loss(parameters, batch.first_rows(self.count), key)
+        key, place_key = jax.random.split(key)
         place = jax.random.randint(place_key, (), 0, -(-self.num_times // self.count))
         begin = jnp.minimum(place * self.count, self.num_times - self.count)
-        return self.loss.over_window(parameters, batch, sampling_key, begin, self.count)
-
-
-def _sampling_key(key: PRNGKey, step: Array) -> PRNGKey:
-    """Return the key of a step for all draws but that of the minibatch."""
-    return jax.random.fold_in(jax.random.fold_in(key, 1), step)
+        return self.loss.over_window(parameters, batch, key, begin, self.count)
 
 
 def stages_of(
@@ -168,8 +147,7 @@ def stages_of(
 ) -> list[LossStage]:
     """Return the losses of a fit in their order, each with the step at which it ends."""
     rows = min(objective.window or num_times, num_times)
-    uses_all_rows, prefixes = rows == num_times, []
-    last = PrefixLoss(loss, rows) if uses_all_rows else WindowLoss(loss, num_times, rows)
+    last, prefixes = StepLoss(loss, rows, None if rows == num_times else num_times), []
     if objective.growing:
         doublings = math.ceil(math.log2(max(1.0, rows / MIN_PREFIX)))
         prefixes = [MIN_PREFIX * 2**doubling for doubling in range(doublings)]
@@ -178,5 +156,5 @@ def stages_of(
         # Stages end at chunk boundaries, where checkpoints are written.
         until = half * (position + 1) // len(prefixes) // chunk_size * chunk_size
         if until > (stages[-1].until if stages else 0):
-            stages.append(LossStage(until, PrefixLoss(loss, prefix)))
+            stages.append(LossStage(until, StepLoss(loss, prefix)))
     return [*stages, LossStage(num_steps, last)]

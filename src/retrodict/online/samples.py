@@ -228,7 +228,7 @@ class SampledRecursion(NamedTuple):
                 befores,
                 xs,
                 TILE,
-                jax.nn.softmax if self.method.normalised else _unbiased,
+                jax.nn.softmax if self.method.normalised else _unbiased_weights,
             )
             return values, jnp.mean(ess)
 
@@ -319,7 +319,7 @@ def _centred(xs: Float[Array, "sample state"], values: Sums) -> tuple[SampleStat
     return SampleStatistics(xs, around), means
 
 
-def _unbiased(logs: Float[Array, "before"]) -> Float[Array, "before"]:
+def _unbiased_weights(logs: Float[Array, "before"]) -> Float[Array, "before"]:
     """Return weights of the previous draws whose averages are unbiased.
 
     With a_j what is averaged, w_j the weights, S their sum and b_j = Σ_{l≠j} w_l a_l / (S − w_j),

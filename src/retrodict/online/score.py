@@ -140,7 +140,7 @@ class RecursiveScore(AbstractRecursiveGradient):
         """Return T_k and S_k at the draws x_k^i, from those at x_{k-1}^j."""
         family, model = current.parts.whole
         befores, u, factor = state.xs, current.row.inputs, current.factor
-        weigh = _self_normalised if self.normalised else _unbiased
+        weigh = _normalised_terms if self.normalised else _unbiased_terms
 
         def log_moves(model: StateSpaceModel, x: Array) -> Float[Array, "before"]:
             return jax.vmap(lambda before: model.transition.log_prob(before, x, u))(befores)
@@ -172,7 +172,7 @@ def _first(
     return joint - jax.vmap(current.factor.law.log_prob)(xs), scores
 
 
-def _self_normalised(
+def _normalised_terms(
     log_w: Float[Array, "before"], sums: Float[Array, "before"]
 ) -> tuple[Float[Array, "before"], Float[Array, "before"]]:
     """Return weights that sum to one, and the weights times the centred sums."""
@@ -180,7 +180,7 @@ def _self_normalised(
     return weights, weights * (sums - jnp.sum(weights * sums))
 
 
-def _unbiased(
+def _unbiased_terms(
     log_w: Float[Array, "before"], sums: Float[Array, "before"]
 ) -> tuple[Float[Array, "before"], Float[Array, "before"]]:
     """Return weights whose averages are unbiased and exact for constants, and times centred sums.
