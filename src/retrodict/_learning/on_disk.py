@@ -142,7 +142,7 @@ def sample_store(store: AbstractSeriesStore, count: int) -> Series:
         index = np.unique(np.linspace(0, size - 1, min(per_block, size)).astype(int))
         parts.append(jax.tree.map(lambda leaf, index=index: leaf[index], store.load(block)))
     arrays = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)[:count]), *parts)
-    return jax.vmap(Series)(**arrays)
+    return Series(**arrays)
 
 
 class StoredBatches(AbstractBatches):
@@ -271,8 +271,7 @@ class StoredLoader(AbstractLoader):
             name: None if shape is None else over_devices(name, shape)
             for name, shape in self._shapes.items()
         }
-        series = jax.vmap(jax.vmap(Series))(**series)
-        return StoredBatches(series, start, self._size, self._mesh, self._axes)
+        return StoredBatches(Series(**series), start, self._size, self._mesh, self._axes)
 
     def close(self) -> None:
         """Stop reading."""

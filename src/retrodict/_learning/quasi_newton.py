@@ -122,15 +122,15 @@ def minimise(
         screened = sorted((search.descend(each, SCREENING_STEPS) for each in starts), key=LOSS)
         again = [search.descend(each.z, SCREENING_STEPS).after(each) for each in screened[:2]]
         best = min(again, key=LOSS)
-    best = search.settle(best, num_steps)
+    best = search.converge(best, num_steps)
     for _ in range(MAX_ROUNDS if several and best.status == "converged" else 0):
-        raised = search.raised(best.z, best.value)
+        raised = search.away_from_edges(best.z, best.value)
         together = [np.max(raised, axis=0)] if len(raised) > 1 else []
         tried = [search.descend(each, RESTART_STEPS) for each in [*together, *raised]]
         winner = min(tried, key=LOSS, default=best)
         if winner.value >= best.value - 1e-3 * share:
             break
-        best = search.settle(winner, num_steps)
+        best = search.converge(winner, num_steps)
     parameters, losses = search.restore(best.z), np.asarray(best.losses)
     return Minimum(parameters, best.value, losses, search.skipped, best.status)
 
@@ -241,7 +241,7 @@ class _Search:
         )
         return _Descent(result.x, float(result.fun), losses, status)
 
-    def settle(self, descent: _Descent, num_steps: int) -> _Descent:
+    def converge(self, descent: _Descent, num_steps: int) -> _Descent:
         """Descend to convergence, and further if L-BFGS is slow along a scale that goes to zero."""
         for _ in range(MAX_ROUNDS):
             left = num_steps - len(descent.losses)
@@ -249,7 +249,7 @@ class _Search:
                 return descent
             before = descent.value
             descent = self.descend(descent.z, left).after(descent)
-            lower = self._lowered(descent)
+            lower = self._with_smaller_scales(descent)
             slow = lower.value < descent.value or before - descent.value >= SETTLED * self._share
             if descent.status != "converged" or not slow:
                 return descent
@@ -297,7 +297,7 @@ class _Search:
 
     def starts(self, z: np.ndarray, value: float) -> list[np.ndarray]:
         """Return starts in which one scale is large, or a bounded parameter is off its middle."""
-        raised = self.raised(z, value)
+        raised = self.away_from_edges(z, value)
         centre = np.max([z, *raised], axis=0)
         starts = [centre] if raised else []
         scales = self._by_array(self.is_scale)
@@ -314,7 +314,7 @@ class _Search:
         largest = np.max(z, initial=-np.inf, where=self.is_scale)
         return self._by_array(self.is_scale & (z < largest + np.log(SMALL)))
 
-    def _lowered(self, descent: _Descent) -> _Descent:
+    def _with_smaller_scales(self, descent: _Descent) -> _Descent:
         """Return the same point with small scales much smaller, as far as that is better."""
         lowered = descent
         for inside in self._small(descent.z):
@@ -323,7 +323,7 @@ class _Search:
                 lowered = lowered._replace(z=at, value=moved)
         return lowered
 
-    def raised(self, z: np.ndarray, value: float) -> list[np.ndarray]:
+    def away_from_edges(self, z: np.ndarray, value: float) -> list[np.ndarray]:
         """Return, for each array with scales at the edge of zero, the point with these raised.
 
         They are raised to where the loss begins to rise, which depends on the data alone.

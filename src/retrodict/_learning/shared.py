@@ -178,7 +178,7 @@ def _with_padding(local: Series) -> Series:
 
 def _series(parts: Sequence[Any]) -> Series:
     arrays: list[Any] = [None if part is None else jnp.asarray(part) for part in parts]
-    return jax.vmap(Series)(*arrays)
+    return Series(*arrays)
 
 
 def check_shared(model: StateSpaceModel, shared: SharedSeries) -> None:

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._arrays import Scalar
-from retrodict._families import Factor
+from retrodict._families import Factor, read_row
 from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.gradient import Parts, RowGradient
@@ -83,7 +83,7 @@ class DifferentiableRow(eqx.Module):
         self.parts, self.before, self.row = parts, before, row
         entries, state_of = _numbers(before.state)
         family, _ = parts.whole
-        after = family.advance(before.state, family.embed(row))
+        after, self.factor = read_row(family, before.state, row)
 
         def move(vector: Array, entries: Array) -> Array:
             family, _ = parts.at(vector)
@@ -96,7 +96,6 @@ class DifferentiableRow(eqx.Module):
         if sensitivity == "exact":
             jacobian = jacobian + linalg.matmul(through, before.jacobian)
         self.after = StateWithJacobian(after, jacobian)
-        self.factor = family.read(before.state, after, family.embed(row))
 
     def gradient(
         self, fn: Callable[[Any, StateSpaceModel, Factor], Array]
