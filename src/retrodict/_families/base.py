@@ -246,7 +246,7 @@ class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
         ...     def prepare(self, model, ys, **series): return self
         ...     def redraw(self, key): return self
         ...     def init(self): return jnp.zeros(1)
-        ...     def embed(self, row): return row.y
+        ...     def embed(self, row): return row.ys
         ...     def advance(self, level, y): return level + self.gain * (y - level)
         ...     def read(self, before, after, y):
         ...         bias, scale = (1 - self.gain) * before, jnp.eye(1)
@@ -282,7 +282,7 @@ class AbstractSampledFamily(AbstractFactorFamily[SampledChain]):
         ...     def redraw(self, key): return self
         ...     def shared(self): return Sine()
         ...     def init(self): return jnp.zeros(1)
-        ...     def embed(self, row): return row.y
+        ...     def embed(self, row): return row.ys
         ...     def advance(self, level, y): return 0.5 * (level + y)
         ...     def read(self, before, after, y):
         ...         return rd.Factor(rd.Gaussian(after, jnp.eye(1)), {"shift": before})
