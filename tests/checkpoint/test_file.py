@@ -788,7 +788,8 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
         ("retrodict:KalmanPosterior", "retrodict._exact.kalman_smoother:KalmanPosterior"),
         ("retrodict:FixedLag", "retrodict.online:FixedLag"),
         ("retrodict._train:TrainState", "retrodict._learning.train:TrainState"),
-        ("retrodict._family._base:Row", "retrodict._families.base:Row"),
+        ("retrodict._family._base:Factor", "retrodict._families.base:Factor"),
+        ("retrodict._family._base:Row", "retrodict:Series"),
         ("retrodict._grid.posterior:Held", "retrodict._exact.grid.posterior:Held"),
     ):
         assert allowed.current_name(old) == new and new in allowed.RECORD_NAMES

@@ -18,7 +18,7 @@ from jax import lax
 from linear_models import linear_model
 
 import retrodict as rd
-from retrodict._learning.dataset import InMemoryLoader, Minibatch
+from retrodict._learning.dataset import InMemoryBatches, Minibatch
 from retrodict._model import Series, prepare_batch
 from retrodict.distributed import MeshLike, as_mesh
 
@@ -75,7 +75,8 @@ def minibatch_series(
     devices = as_mesh(mesh)
     axes = axes or (() if devices is None else devices.axis_names)
     count = batch.ys.shape[0] if count is None else count
-    batches = InMemoryLoader(batch, count, batch_size, devices, axes).load(0, 1, None)
+    everything = Minibatch.on_devices(batch, devices, axes, count)
+    batches = InMemoryBatches(everything, min(batch_size, count))
     draw = eqx.filter_jit(lambda batches: batches.minibatch(jax.random.key(0), jnp.asarray(3)))
     minibatch = draw(batches)
     return minibatch.series.ys[: minibatch.count]

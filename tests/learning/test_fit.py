@@ -284,7 +284,7 @@ def test_a_fit_far_below_its_training_series_is_called_overfitted(ys):
 
 
 def test_a_fit_far_below_the_particle_evidence_is_called_underfitted(ys, monkeypatch):
-    monkeypatch.setattr(fit_module, "FEWEST_COMPARED", 1)
+    monkeypatch.setattr(fit_module, "MIN_COMPARED_STEPS", 1)
     # An untrained family is far off if the noise is this small.
     sharp = eqx.tree_at(lambda m: m.emission.scale_tril.std, tanh_model(), jnp.array([0.01]))
     result = fit(conjugate(), sharp, ys)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict._learning.information.louis import is_hopeless
+from retrodict._learning.information.louis import cannot_be_resolved
 from retrodict._learning.information.result import Inverse
 
 
@@ -369,7 +369,7 @@ def test_standard_errors_match_scatter_of_estimates():
 def test_hopeless_directions_get_no_more_replicates():
     def hopeless(value: float, most: int) -> bool:
         directions = (np.ones((1, 1)), np.array([value]), np.ones(1))
-        return is_hopeless(Inverse(np.eye(1), np.ones(1), *directions), 20, most)
+        return cannot_be_resolved(Inverse(np.eye(1), np.ones(1), *directions), 20, most)
 
     # With eight times the replicates noise is 0.35; three times as much is to be told from zero.
     assert hopeless(-1.0, 160) and not hopeless(-0.9, 160)

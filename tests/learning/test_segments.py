@@ -21,7 +21,8 @@ from retrodict._expectations.expectation import Estimate
 from retrodict._families import AbstractFactorFamily, infer_series
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
-from retrodict._learning.segments import _segments, elbo_in_segments
+from retrodict._learning.elbo_of_rows import elbo_of_rows
+from retrodict._learning.segments import _segments
 from retrodict._model import Series, prepare_batch
 
 N, SEGMENT = 13, 4
@@ -60,8 +61,7 @@ def both_ways(
         return elbo_of_series(model, infer_series(family, series), series, estimator, None)
 
     def cut(family: Any, model: Any, series: Series) -> Estimate:
-        start = family.init()
-        return elbo_in_segments(model, family, start, series, estimator, None, segment)
+        return elbo_of_rows(model, family, series, estimator, None, segment=segment)
 
     def total(way: Callable[..., Estimate]) -> Callable[..., tuple[Array, Array]]:
         def run(parameters: Any) -> tuple[Array, Array]:
@@ -117,7 +117,7 @@ def test_a_segment_is_not_longer_than_the_series():
     family = rd.KalmanFamily(random_model(np.random.default_rng(0), 2, 2))
     series = jax.tree.map(lambda leaf: leaf[0], batch_of(np.random.default_rng(0)))
     cut = jax.eval_shape(lambda: _segments(rd.unwrap(family), family.init(), series, 10**9))
-    assert cut.rows.y.shape == (1, N - 1, 2)
+    assert cut.rows.ys.shape == (1, N - 1, 2)
 
 
 def sampled_in_segments(
@@ -127,8 +127,7 @@ def sampled_in_segments(
 
     def run(family: Any) -> Estimate:
         def one(series: Series, key: Any) -> Estimate:
-            start = family.init()
-            return elbo_in_segments(model, family, start, series, estimator, key, SEGMENT)
+            return elbo_of_rows(model, family, series, estimator, key, segment=SEGMENT)
 
         return jax.vmap(one)(batch, jax.random.split(jax.random.key(3), batch.ys.shape[0]))
 

@@ -17,7 +17,7 @@ from scipy.stats import multivariate_normal
 
 import retrodict as rd
 from retrodict.online import RunningOutput, RunningState, samples
-from retrodict.online.followed import kahan_add
+from retrodict.online.quantities import kahan_add
 from retrodict.online.samples import backward_law, log_weights
 
 N, CHUNK, LAG = 6, 3, 2
@@ -273,7 +273,7 @@ def test_weights_are_ratios_of_densities():
 def test_unbiased_weights_centre_on_the_other_samples():
     rng = np.random.default_rng(0)
     logs = np.concatenate([rng.normal(size=(3, 5)), 12.0 * rng.normal(size=(3, 5))])
-    got = np.asarray(jax.vmap(samples._unbiased)(jnp.asarray(logs)))
+    got = np.asarray(jax.vmap(samples._unbiased_weights)(jnp.asarray(logs)))
     for i, w in enumerate(np.exp(logs)):
         values = rng.normal(size=5)
         total = 0.0
@@ -284,7 +284,7 @@ def test_unbiased_weights_centre_on_the_other_samples():
         assert got[i] @ values == pytest.approx(total, rel=1e-9, abs=1e-9)
         assert np.sum(got[i]) == pytest.approx(1.0, abs=1e-9 * np.max(np.abs(got[i])))
     # One weight that dwarfs all others does not make the rest undefined.
-    lonely = samples._unbiased(jnp.array([0.0, -800.0, -801.0]))
+    lonely = samples._unbiased_weights(jnp.array([0.0, -800.0, -801.0]))
     assert np.all(np.isfinite(lonely)) and float(jnp.sum(lonely)) == pytest.approx(1.0)
 
 

@@ -112,7 +112,7 @@ CLASSES: dict[str, str] = {
         AnyBounded AnyLipschitz ErrorBound FiniteBounds FiniteProblem Mixing PosteriorCheck
     """,
     "retrodict.online": """
-        FixedLag KalmanScore LagMoments LagOutput LagRows LagState LaggedLearnerOutput
+        FixedLag KalmanScore LagOutput LagRows LagState
         LaggedLearnerState LearnerOutput LearnerState OnlineOutput OnlineSmoother QuadraticFeatures
         RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningOutput RunningPosterior
         RunningState TruncatedBackprop WeightedSamples
@@ -128,7 +128,7 @@ CLASSES: dict[str, str] = {
     "retrodict._chains.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
     "retrodict._numerics.gaussian_law": "GaussianLaw",
     "retrodict._numerics.standard": "StandardKernel",
-    "retrodict._families.base": "Factor Row",
+    "retrodict._families.base": "Factor",
     "retrodict._families.network": "Embedded RecurrentState Transition",
     "retrodict._families.recurrent": "BackwardStart",
     "retrodict._families.recursions": "GaussianState",
@@ -147,12 +147,12 @@ CLASSES: dict[str, str] = {
     "retrodict._exact.grid.diagnosis": "Diagnostics ErrorEstimate",
     "retrodict._exact.grid.posterior": "Held",
     "retrodict.online.exact": "BoundState ExactStatistics",
-    "retrodict.online.followed": "Followed Sums",
+    "retrodict.online.quantities": "Quantities Sums",
     "retrodict.online.kalman": "KalmanScoreState",
-    "retrodict.online.pathwise": "Frame PathwiseState",
+    "retrodict.online.pathwise": "PathwiseState StandardCoordinates",
     "retrodict.online.samples": "SampleStatistics",
     "retrodict.online.score": "ScoreState",
-    "retrodict.online.sensitivity": "Followed",
+    "retrodict.online.sensitivity": "StateWithJacobian",
     "retrodict.online.truncated": "TruncatedState",
     "retrodict._model.gaussian": "NaturalGaussian",
     "retrodict._model.parameters": "StationaryCoefficients",
@@ -184,11 +184,14 @@ MOVED_PACKAGES: dict[str, str] = {
 
 RENAMED: dict[str, str] = {
     "retrodict._families.readout": "retrodict._families.recurrent",
+    "retrodict._family._base:Row": "retrodict:Series",
     "retrodict._functional": "retrodict._expectations.functionals",
     "retrodict._linearised.diagnosis": "retrodict._linearised.posterior",
     "retrodict._mask:Series": "retrodict:Series",
     "retrodict._parameters": "retrodict._model.parameters",
     "retrodict._train": "retrodict._learning.train",
+    "retrodict:LagMoments": "retrodict._expectations.expectation:Marginals",
+    "retrodict:LaggedLearnerOutput": "retrodict.online:LearnerOutput",
     "retrodict:Observations": "retrodict:Series",
     "retrodict:RunningElboState": "retrodict.online.exact:BoundState",
 }

@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
 
 
 class Marginals(eqx.Module):
-    """Moments of the states given the whole series.
+    """Means and covariances of states, with a leading axis `time` for several of them.
 
     Attributes:
         mean: of shape `(time, state)`.
@@ -39,10 +39,10 @@ class Marginals(eqx.Module):
         covariance_standard_error: of the shape of `covariance`; zero if it is exact.
     """
 
-    mean: Float[Array, "time state"]
-    covariance: Float[Array, "time state state"]
-    mean_standard_error: Float[Array, "time state"]
-    covariance_standard_error: Float[Array, "time state state"]
+    mean: Float[Array, "*time state"]
+    covariance: Float[Array, "*time state state"]
+    mean_standard_error: Float[Array, "*time state"]
+    covariance_standard_error: Float[Array, "*time state state"]
 
     @classmethod
     def exact(cls, mean: Array, covariance: Array) -> "Marginals":

@@ -15,7 +15,6 @@ from retrodict._families.base import (
     AbstractLinearGaussianFamily,
     AbstractPreparedFamily,
     Factor,
-    Row,
 )
 from retrodict._families.kalman import input_dim_of
 from retrodict._model import (
@@ -161,31 +160,33 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         prior = unwrap(self.model).prior
         return recursions.prior_state(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
 
-    def embed(self, row: Row) -> Row:
+    def embed(self, row: Series) -> Series:
         """Return the row unchanged: its information depends on the prediction."""
         return row
 
-    def advance(self, state: recursions.GaussianState, embedded: Row) -> recursions.GaussianState:
+    def advance(
+        self, state: recursions.GaussianState, embedded: Series
+    ) -> recursions.GaussianState:
         """Predict, and update the prediction by a few looks at the row."""
         mean, scale = recursions.predicted(state, self._transition(state.mean, embedded))
         at, factor = mean, scale
         for network in self.networks:
-            sites = _corrected(network, *self._look(at, factor, embedded), embedded.seen)
+            sites = _corrected(network, *self._look(at, factor, embedded), embedded.mask)
             at, factor = _take_in(mean, scale, at, sites)
         return recursions.GaussianState(at, factor, state.num_read + 1)
 
     def read(
-        self, before: recursions.GaussianState, after: recursions.GaussianState, embedded: Row
+        self, before: recursions.GaussianState, after: recursions.GaussianState, embedded: Series
     ) -> Factor:
         """Return the law, and the linearised transition reversed under the previous law."""
         kernel = self._transition(before.mean, embedded)
         back = recursions.reverse(before.mean, before.scale, kernel)
         return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
 
-    def _transition(self, mean: Float[Array, "state"], row: Row) -> LinearGaussianKernel:
+    def _transition(self, mean: Float[Array, "state"], row: Series) -> LinearGaussianKernel:
         """Linearise the transition into a row at the previous mean, with the learned spread."""
         transition = self.model.transition
-        u = row.u
+        u = row.inputs
         if isinstance(transition, AbstractLinearGaussianKernel):
             kernel = transition.at(u)
             weight, bias, noise = kernel.weight, kernel.bias, kernel.scale_tril
@@ -196,7 +197,7 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         return LinearGaussianKernel(weight, bias, self.spread[:, None] * dense_scale(noise))
 
     def _look(
-        self, mean: Float[Array, "state"], scale: Float[Array, "state state"], row: Row
+        self, mean: Float[Array, "state"], scale: Float[Array, "state state"], row: Series
     ) -> tuple[Sites, Float[Array, "obs"]]:
         """Compute slopes, curvatures and deviations of predictors under N(mean, scale scaleᵀ)."""
         predict, derivative = self._entries(row)
@@ -219,18 +220,18 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         return Sites(design, slope, curvature), safe
 
     def _entries(
-        self, row: Row
+        self, row: Series
     ) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
         """Return functions for the predictors and for the slopes of log densities along lines."""
-        emission, u = self.model.emission, row.u
-        y = row.y
-        observed = jnp.ones(y.shape, bool) if row.seen is None else row.seen
+        emission, u = self.model.emission, row.inputs
+        y = row.ys
+        observed = jnp.ones(y.shape, bool) if row.mask is None else row.mask
         if isinstance(emission, AbstractGaussianKernel):
 
             def residual(x: Array) -> Array:
                 law = emission.law(x, u)
                 scale = law.scale_tril
-                if row.seen is not None:
+                if row.mask is not None:
                     scale = masked_scale(scale, observed.astype(y.dtype))
                 return scale_solve(scale, jnp.where(observed, y - law.mean, 0.0))
 

@@ -7,13 +7,13 @@ rows at once when the series is stored.
 """
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from retrodict._arrays import PRNGKey
 from retrodict._chains import (
@@ -43,20 +43,6 @@ if TYPE_CHECKING:
     Abstract = Annotated[T, "a field that final classes declare"]
 else:
     Abstract = eqx.AbstractVar
-
-
-class Row(NamedTuple):
-    """One row of a series.
-
-    Attributes:
-        y: the observation, zero where an entry is missing.
-        seen: true where an entry was observed; `None` if all were.
-        u: the input, or `None`.
-    """
-
-    y: Float[Array, "*time obs"]
-    seen: Bool[Array, "*time obs"] | None
-    u: Float[Array, "*time input"] | None
 
 
 class Factor(eqx.Module):
@@ -194,8 +180,12 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
     """
 
     @abstractmethod
-    def embed(self, row: Row) -> Any:
-        """Compute what depends on one row alone, before any recurrence."""
+    def embed(self, row: Series) -> Any:
+        """Compute what depends on one row alone, before any recurrence.
+
+        Args:
+            row: the row; its arrays have no axis `time`.
+        """
 
     @abstractmethod
     def advance(self, state: Any, embedded: Any) -> Any:
@@ -206,21 +196,19 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
         """Return the factors q_k and q_{k-1|k}, from the states before and after row k."""
 
     @abstractmethod
-    def assemble(self, read: Factor, exists: Bool[Array, "time"] | None, length: Any) -> C:
+    def assemble(self, read: Factor, length: Any) -> C:
         """Return the chain of the factors of all rows; the first kernel is left out.
 
         Args:
             read: the factors, with a leading time axis.
-            exists: which of the rows exist.
-            length: the number of rows that exist.
+            length: the number of rows that exist; `None` for all.
         """
 
     def step(
         self, state: Any, y: Any, *, mask: Any = None, inputs: Any = None
     ) -> tuple[Any, Factor]:
         """Read one row, and return the next state and the factors q_k and q_{k-1|k}."""
-        row = prepare_row(self, y, mask=mask, inputs=inputs)
-        return _step(self, state, row)
+        return _step(self, state, prepare_row(self, y, mask=mask, inputs=inputs))
 
     def infer(
         self,
@@ -258,7 +246,7 @@ class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
         ...     def prepare(self, model, ys, **series): return self
         ...     def redraw(self, key): return self
         ...     def init(self): return jnp.zeros(1)
-        ...     def embed(self, row): return row.y
+        ...     def embed(self, row): return row.ys
         ...     def advance(self, level, y): return level + self.gain * (y - level)
         ...     def read(self, before, after, y):
         ...         bias, scale = (1 - self.gain) * before, jnp.eye(1)
@@ -269,11 +257,12 @@ class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
         ([[1.0], [2.5]], [[1.75], [2.5]])
     """
 
-    def assemble(
-        self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
-    ) -> LinearGaussianChain:
+    def assemble(self, read: Factor, length: Any) -> LinearGaussianChain:
         """Return the chain, with identity kernels at padded rows."""
-        kernels = read.kernel if exists is None else _identity_at_padding(read.kernel, exists)
+        kernels = read.kernel
+        if length is not None:
+            exists = jnp.arange(kernels.bias.shape[0]) < length
+            kernels = _identity_at_padding(kernels, exists)
         return LinearGaussianChain(read.law, jax.tree.map(lambda leaf: leaf[1:], kernels), length)
 
 
@@ -293,7 +282,7 @@ class AbstractSampledFamily(AbstractFactorFamily[SampledChain]):
         ...     def redraw(self, key): return self
         ...     def shared(self): return Sine()
         ...     def init(self): return jnp.zeros(1)
-        ...     def embed(self, row): return row.y
+        ...     def embed(self, row): return row.ys
         ...     def advance(self, level, y): return 0.5 * (level + y)
         ...     def read(self, before, after, y):
         ...         return rd.Factor(rd.Gaussian(after, jnp.eye(1)), {"shift": before})
@@ -306,17 +295,19 @@ class AbstractSampledFamily(AbstractFactorFamily[SampledChain]):
     def shared(self) -> AbstractBackwardKernel:
         """Return the part that the backward kernels of all times share."""
 
-    def assemble(
-        self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
-    ) -> SampledChain:
+    def assemble(self, read: Factor, length: Any) -> SampledChain:
         """Return the chain, which ignores padded rows."""
         steps = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
         return SampledChain(read.law, self.shared(), steps, length)
 
 
 @eqx.filter_jit
-def _step(family: AbstractFactorFamily, state: Any, row: Row) -> tuple[Any, Factor]:
-    family = unwrap(family)
+def _step(family: AbstractFactorFamily, state: Any, row: Series) -> tuple[Any, Factor]:
+    return read_row(unwrap(family), state, row)
+
+
+def read_row(family: AbstractFactorFamily, state: Any, row: Series) -> tuple[Any, Factor]:
+    """Return the next state of an unwrapped family, and the factors of the row."""
     embedded = family.embed(row)
     after = family.advance(state, embedded)
     return after, family.read(state, after, embedded)
@@ -328,39 +319,37 @@ def _infer(family: AbstractFactorFamily[C], series: Series, parallel: Parallel) 
 
 
 def infer_series(
-    family: AbstractFactorFamily[C], series: Series, *, parallel: Parallel = False
+    family: AbstractFactorFamily[C],
+    series: Series,
+    state: Any = None,
+    *,
+    parallel: Parallel = False,
 ) -> C:
     """Return the chain of a prepared series; called inside `jax.jit`.
 
     Args:
         family: an unwrapped family.
         series: a series that fits it.
+        state: the state before the first row; by default that of `init`.
         parallel: whether to run in O(log n) depth.
     """
-    series = laid_out(series, parallel)
-    exists = series.exists()
-    read, _ = factors(family, family.init(), rows_of(series), exists, parallel=parallel)
-    return family.assemble(read, exists, series.length)
+    state = family.init() if state is None else state
+    read, _ = factors(family, state, laid_out(series, parallel), parallel=parallel)
+    return family.assemble(read, series.length)
 
 
 def factors(
-    family: AbstractFactorFamily,
-    state: Any,
-    rows: Row,
-    exists: Bool[Array, "time"] | None,
-    *,
-    parallel: Parallel = False,
+    family: AbstractFactorFamily, state: Any, series: Series, *, parallel: Parallel = False
 ) -> tuple[Factor, Any]:
     """Return the factors of all rows and the last state; the first kernel has no meaning.
 
     Args:
         family: an unwrapped family.
         state: the state before the first of the rows; that of `init` if `parallel`.
-        rows: the rows, with a leading time axis.
-        exists: which of them exist; the state does not change from the first padded row on.
+        series: the rows; the state does not change from the first padded row on.
         parallel: whether to run in O(log n) depth.
     """
-    embedded = jax.vmap(family.embed)(rows)
+    embedded, exists = jax.vmap(family.embed)(series.rows), series.exists()
     if parallel:
         advance_in_parallel = getattr(family, "advance_in_parallel", None)
         if advance_in_parallel is None:
@@ -398,17 +387,17 @@ def _advance_one_by_one(
     return lax.scan(move, state, (embedded, exists), unroll=2)[1]
 
 
-def advance_over(family: AbstractFactorFamily, rows: Row, stop: Any) -> Any:
+def advance_over(family: AbstractFactorFamily, series: Series, stop: Any) -> Any:
     """Return the state after the first `stop` rows, without storing earlier states.
 
     Args:
         family: an unwrapped family.
-        rows: the rows, with a leading time axis.
+        series: the rows.
         stop: the number of rows to read.
     """
 
     def move(k: Array, state: Any) -> Any:
-        return family.advance(state, family.embed(jax.tree.map(lambda leaf: leaf[k], rows)))
+        return family.advance(state, family.embed(series.rows.at(k)))
 
     return lax.fori_loop(0, stop, move, family.init())
 
@@ -422,11 +411,6 @@ def _identity_at_padding(
     biases = jnp.where(exists[:, None], kernels.bias, 0.0)
     scales = jnp.where(exists[:, None, None], kernels.scale_tril, 0.0)
     return jax.vmap(LinearGaussianKernel)(weights, biases, scales)
-
-
-def rows_of(series: Series) -> Row:
-    """Return the rows of a prepared series."""
-    return Row(series.ys, series.mask, series.inputs)
 
 
 def dimensions(family: AbstractFamily) -> dict[str, Any]:
@@ -444,9 +428,9 @@ def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, leng
     return prepare_series(ys, **options, **dimensions(family))
 
 
-def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Row:
+def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Series:
     """Check one row against a family's dimensions, and turn NaN into a mask."""
-    return rows_of(validate_row(y, mask=mask, inputs=inputs, **dimensions(family)))
+    return validate_row(y, mask=mask, inputs=inputs, **dimensions(family))
 
 
 def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:

@@ -8,11 +8,10 @@ from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, check_count
 from retrodict._families import perceptron, recursions
-from retrodict._families.base import Row
 from retrodict._families.network import AbstractLawFamily, Embedded, Transition
 from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
-from retrodict._model import LinearGaussianKernel
+from retrodict._model import LinearGaussianKernel, Series
 from retrodict._numerics import linalg, nonsingular_law
 from retrodict.distributed import Parallel
 
@@ -79,15 +78,15 @@ class ConjugateFamily(AbstractLawFamily):
             key, self.num_features, size, width, check_count(depth, "depth")
         )
 
-    def embed(self, row: Row) -> Potential:
+    def embed(self, row: Series) -> Potential:
         """Compute the potential of the row."""
         embedded, d = self.standard(row), self.state_dim
         out = self.network(embedded.features)
         root = START * perceptron.tril_from(out[d:], d)
-        if row.seen is not None:
+        if row.mask is not None:
             # A missing row carries no information.
-            root = jnp.where(jnp.any(row.seen), root, NOTHING * jnp.eye(d, dtype=root.dtype))
-            out = jnp.where(jnp.any(row.seen), out, 0.0)
+            root = jnp.where(jnp.any(row.mask), root, NOTHING * jnp.eye(d, dtype=root.dtype))
+            out = jnp.where(jnp.any(row.mask), out, 0.0)
         return Potential(embedded, root.T, linalg.solve_triangular(root, out[:d]))
 
     def advance(self, state: GaussianState, embedded: Potential) -> GaussianState:

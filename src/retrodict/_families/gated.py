@@ -9,11 +9,10 @@ from jaxtyping import Array, Float
 
 from retrodict._arrays import PRNGKey
 from retrodict._families import perceptron, recursions
-from retrodict._families.base import Row
 from retrodict._families.network import AbstractLawFamily, Embedded, Transition
 from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
-from retrodict._model import LinearGaussianKernel
+from retrodict._model import LinearGaussianKernel, Series
 from retrodict._numerics import (
     inverse_of_upper_factor,
     linalg,
@@ -72,7 +71,7 @@ class GatedFamily(AbstractLawFamily):
         in_size = self.num_features + law_size
         self.network = perceptron.mlp(key, in_size, law_size + 2 * state_dim, width, depth)
 
-    def embed(self, row: Row) -> Embedded:
+    def embed(self, row: Series) -> Embedded:
         """Return the row in standard coordinates."""
         return self.standard(row)
 

@@ -20,7 +20,6 @@ from retrodict._families.base import (
     AbstractLinearGaussianFamily,
     AbstractPreparedFamily,
     Factor,
-    Row,
 )
 from retrodict._model import (
     Gaussian,
@@ -117,13 +116,13 @@ class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         law = law_of(prior.mean, dense_scale(prior.scale_tril))
         return FilterState(law, jnp.zeros((), jnp.int32))
 
-    def embed(self, row: Row) -> Evidence:
+    def embed(self, row: Series) -> Evidence:
         """Return the row with unit noise, and the transition into it."""
         model = self.model
-        kernel = model.transition.at(row.u)
-        emission = model.emission.at(row.u)
+        kernel = model.transition.at(row.inputs)
+        emission = model.emission.at(row.inputs)
         design, value, _ = whiten(
-            emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
+            emission.weight, emission.scale_tril, row.ys - emission.bias, row.mask
         )
         design, value = reduce_rows(design, value)
         scale = dense_scale(kernel.scale_tril)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardKernel
 from retrodict._families import perceptron, recursions
-from retrodict._families.base import AbstractSampledFamily, Factor, Row
+from retrodict._families.base import AbstractSampledFamily, Factor
 from retrodict._families.network import AbstractCellFamily, Embedded, RecurrentState, Transition
 from retrodict._families.start import Coordinates
 from retrodict._model import (
@@ -124,7 +124,7 @@ class MixtureFamily(AbstractCellFamily, AbstractSampledFamily):
         cell = eqx.nn.GRUCell(self.num_features, hidden, key=cell_key)
         return cell, perceptron.mlp(readout_key, hidden, size, width, 1)
 
-    def embed(self, row: Row) -> Embedded:
+    def embed(self, row: Series) -> Embedded:
         """Return the row in standard coordinates."""
         return self.standard(row)
 

@@ -15,7 +15,6 @@ from retrodict._families.base import (
     AbstractLinearGaussianFamily,
     AbstractPreparedFamily,
     Factor,
-    Row,
 )
 from retrodict._families.start import (
     Coordinates,
@@ -91,13 +90,13 @@ class Transition(eqx.Module):
             False,
         )
 
-    def moving(self, coordinates: Coordinates, row: Row) -> LinearGaussianKernel | None:
+    def moving(self, coordinates: Coordinates, row: Series) -> LinearGaussianKernel | None:
         """Return the kernel into this row if it depends on inputs, else `None`."""
         if not self.kernel.takes_input:
             return None
         if self.in_original_units:
-            return coordinates.standard_kernel(self.kernel.at(row.u))
-        u = None if row.u is None else coordinates.standard_input(row.u)
+            return coordinates.standard_kernel(self.kernel.at(row.inputs))
+        u = None if row.inputs is None else coordinates.standard_input(row.inputs)
         kernel = self.kernel.at(u)
         return LinearGaussianKernel(kernel.weight, kernel.bias, dense_scale(kernel.scale_tril))
 
@@ -148,9 +147,9 @@ class AbstractNetworkFamily(AbstractPreparedFamily):
         fresh = (jax.tree.map(Frozen, units), _standard_transition(units, chain))
         return eqx.tree_at(lambda family: (family.coordinates, family.transition), self, fresh)
 
-    def standard(self, row: Row) -> Embedded:
+    def standard(self, row: Series) -> Embedded:
         """Return a row in standard coordinates, with the transition at its input."""
-        u = None if row.u is None else self.coordinates.standard_input(row.u)
+        u = None if row.inputs is None else self.coordinates.standard_input(row.inputs)
         return Embedded(
             self.coordinates.features(row), self.transition.moving(self.coordinates, row), u
         )

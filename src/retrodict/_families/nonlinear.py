@@ -14,7 +14,6 @@ from retrodict._families.base import (
     AbstractPreparedFamily,
     AbstractSampledFamily,
     Factor,
-    Row,
 )
 from retrodict._families.network import Embedded, RecurrentState
 from retrodict._families.recurrent import RecurrentFamily
@@ -216,7 +215,7 @@ class NonlinearFamily(AbstractPreparedFamily, AbstractSampledFamily):
         """Return zero hidden units."""
         return self.base.init()
 
-    def embed(self, row: Row) -> Embedded:
+    def embed(self, row: Series) -> Embedded:
         """Return the row in standard coordinates."""
         return self.base.embed(row)
 

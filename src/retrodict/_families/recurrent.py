@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._families import perceptron, recursions
-from retrodict._families.base import Abstract, AbstractLinearGaussianFamily, Factor, Row
+from retrodict._families.base import Abstract, AbstractLinearGaussianFamily, Factor
 from retrodict._families.network import (
     AbstractCellFamily,
     AbstractNetworkFamily,
@@ -74,7 +74,7 @@ class AbstractReadoutFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily)
         first = reversed_start(family.coordinates, family.transition)
         return eqx.tree_at(lambda f: f.backward_start, family, first)
 
-    def embed(self, row: Row) -> Embedded:
+    def embed(self, row: Series) -> Embedded:
         """Return the row in standard coordinates."""
         return self.standard(row)
 
@@ -121,7 +121,7 @@ def reversed_start(coordinates: Coordinates, transition: Transition) -> Backward
     """Return the backward kernel of the stationary prior chain at the mean input."""
     coordinates, transition = unwrap(coordinates), unwrap(transition)
     u = coordinates.input_location if coordinates.input_location.size else None
-    row = Row(coordinates.obs_location, None, u)
+    row = Series(coordinates.obs_location, None, u)
     kernel = transition.moving(coordinates, row)
     kernel = transition.fixed() if kernel is None else kernel
     d = kernel.bias.shape[0]

@@ -16,7 +16,7 @@ from retrodict._model import repeat_last_row
 from retrodict._numerics import linear_recurrence
 from retrodict.distributed import Parallel
 
-LONGEST_MEMORY = 64.0
+MAX_MEMORY = 64.0
 """The number of rows that the slowest unit of an untrained layer averages over."""
 
 
@@ -51,10 +51,10 @@ class ScanLayer(eqx.Module):
 
     @classmethod
     def draw(cls, key: PRNGKey, below: int, hidden: int) -> "ScanLayer":
-        """Return a random layer whose units forget over one to `LONGEST_MEMORY` rows."""
+        """Return a random layer whose units forget over one to `MAX_MEMORY` rows."""
         gate_key, candidate_key, mix_key = jax.random.split(key, 3)
         gate = eqx.nn.Linear(below, hidden, key=gate_key)
-        rows = LONGEST_MEMORY ** ((np.arange(hidden) + 0.5) / hidden)
+        rows = MAX_MEMORY ** ((np.arange(hidden) + 0.5) / hidden)
         start = jnp.asarray(-np.log(rows - 1.0), gate.weight.dtype)
         return cls(
             eqx.tree_at(lambda layer: layer.bias, gate, start),

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._families.base import Factor, Row
+from retrodict._families.base import Factor
 from retrodict._model import (
     AbstractLinearGaussianKernel,
     Frozen,
@@ -71,13 +71,13 @@ class Coordinates(eqx.Module):
             Frozen(jnp.eye(state_dim)),
         )
 
-    def features(self, row: Row) -> Float[Array, "features"]:
+    def features(self, row: Series) -> Float[Array, "features"]:
         """Return the features of a row; a missing entry is a zero and an indicator."""
-        y = (row.y - self.obs_location) / self.obs_scale
-        observed = jnp.ones_like(y) if row.seen is None else row.seen.astype(y.dtype)
+        y = (row.ys - self.obs_location) / self.obs_scale
+        observed = jnp.ones_like(y) if row.mask is None else row.mask.astype(y.dtype)
         parts = [observed * y, observed]
-        if row.u is not None:
-            parts.append(self.standard_input(row.u))
+        if row.inputs is not None:
+            parts.append(self.standard_input(row.inputs))
         return jnp.concatenate(parts)
 
     def standard_input(self, u: Float[Array, "input"]) -> Float[Array, "input"]:

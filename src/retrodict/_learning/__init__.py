@@ -1,8 +1,7 @@
 """Learning of families and models from data, and standard errors of learned parameters."""
 
 from retrodict._learning.dataset import batch_for as batch_for
-from retrodict._learning.dataset import num_series as num_series
-from retrodict._learning.dataset import take as take
+from retrodict._learning.elbo_of_rows import elbo_of_rows as elbo_of_rows
 from retrodict._learning.em import EMResult as EMResult
 from retrodict._learning.em import em as em
 from retrodict._learning.fit import default_estimator as default_estimator
@@ -16,5 +15,8 @@ from retrodict._learning.on_disk import AbstractSeriesStore as AbstractSeriesSto
 from retrodict._learning.on_disk import Arrays as Arrays
 from retrodict._learning.options import Objective as Objective
 from retrodict._learning.options import Optimisation as Optimisation
+from retrodict._learning.partition import Learn as Learn
+from retrodict._learning.partition import Parts as Parts
+from retrodict._learning.partition import partition as partition
 from retrodict._learning.shared import SharedSeries as SharedSeries
 from retrodict._learning.train import ProgressLine as ProgressLine

@@ -1,5 +1,6 @@
 """The learnable parameters of a model as one vector of unconstrained numbers."""
 
+import math
 from typing import Any
 
 import equinox as eqx
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from retrodict._learning.partition import is_learnable
 from retrodict._model import (
+    UNBOUNDED,
+    AbstractConstrained,
     AbstractParameter,
-    Bounded,
-    Frozen,
-    Positive,
     PositiveTril,
     StateSpaceModel,
     StationaryCoefficients,
@@ -20,26 +21,25 @@ from retrodict._model import (
 )
 
 
-class Coordinates(eqx.Module):
+class ModelCoordinates(eqx.Module):
     """The map from a vector θ to a model, whose other leaves are fixed.
 
     Attributes:
         model: the model, with scales as parameters that stay positive.
         places: for each floating array of the model, which of its entries are learned.
         names: the name of each coordinate of θ, such as `"transition.weight[0,0]"`.
-        edges: the ends of the domain of each parameter, `None` if it has none: a scale has a lower
-            end, zero, only.
+        edges: the ends of the domain of each parameter, (0, ∞) for a scale.
     """
 
     model: StateSpaceModel
     places: tuple[Int[Array, "_"], ...]
     names: tuple[str, ...] = eqx.field(static=True)
-    edges: tuple[tuple[float | None, float | None], ...] = eqx.field(static=True)
+    edges: tuple[tuple[float, float], ...] = eqx.field(static=True)
 
     @property
     def is_scale(self) -> Bool[np.ndarray, "parameter"]:
         """Which parameters are scales."""
-        return np.array([edge == (0.0, None) for edge in self.edges], bool)
+        return np.array([edge == (0.0, math.inf) for edge in self.edges], bool)
 
     def theta(self) -> Float[Array, "parameter"]:
         """Return the coordinates of the model."""
@@ -58,9 +58,9 @@ class Coordinates(eqx.Module):
             start += place.shape[0]
         return eqx.combine(jax.tree.unflatten(structure, moved), self.model)
 
-    def moved(self, theta: Float[Array, "parameter"]) -> "Coordinates":
+    def moved(self, theta: Float[Array, "parameter"]) -> "ModelCoordinates":
         """Return the same coordinates for the model at θ."""
-        return Coordinates(self.model_at(theta), self.places, self.names, self.edges)
+        return ModelCoordinates(self.model_at(theta), self.places, self.names, self.edges)
 
     def beside(
         self, theta: Float[Array, "parameter"], step: Float[Array, "parameter"]
@@ -78,14 +78,14 @@ class Coordinates(eqx.Module):
         return {
             _name(path): node.value if _is_parameter(node) else node
             for path, node in nodes
-            if any(np.any(leaf) for leaf in jax.tree.leaves(_moving(node)))
+            if any(np.any(leaf) for leaf in jax.tree.leaves(_learned_entries(node)))
         }
 
 
-def coordinates_of(model: StateSpaceModel) -> Coordinates:
+def coordinates_of(model: StateSpaceModel) -> ModelCoordinates:
     """Return the coordinates of the parameters that `fit` and `fit_evidence` learn."""
     model = learnable(model)
-    moving = jax.tree.leaves(_moving(model))
+    moving = jax.tree.leaves(_learned_entries(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
     owners = dict(jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_constrained))
     places, names, edges = [], [], []
@@ -100,45 +100,30 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
         name = _name(path) if has_own_name else _name(path[:-1])
         for entry in np.argwhere(chosen).tolist():
             names.append(name + (f"[{','.join(map(str, entry))}]" if entry else ""))
-            edges.append(_edges(owner, entry))
-    return Coordinates(model, tuple(places), tuple(names), tuple(edges))
+            edges.append(UNBOUNDED if owner is None else owner.domain(tuple(entry)))
+    return ModelCoordinates(model, tuple(places), tuple(names), tuple(edges))
 
 
-def _edges(owner: Any, entry: list[int]) -> tuple[float | None, float | None]:
-    """Return the ends of the domain of one entry of a parameter."""
-    if isinstance(owner, Bounded):
-        return owner.lower, owner.upper
-    if isinstance(owner, StationaryCoefficients):
-        return -1.0, 1.0  # of a partial autocorrelation
-    if isinstance(owner, Positive) or (isinstance(owner, PositiveTril) and len(set(entry)) == 1):
-        return 0.0, None
-    return None, None
-
-
-def _moving(tree: PyTree) -> PyTree:
+def _learned_entries(tree: PyTree) -> PyTree:
     """Return a pytree of booleans of the same structure: the entries that are learned."""
 
-    def entries(leaf: Any) -> Any:
-        return np.ones(leaf.shape, bool) if eqx.is_inexact_array(leaf) else False
-
-    def at(node: Any) -> PyTree:
-        if isinstance(node, Frozen):
-            return jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), bool), node)
+    def at(node: Any, learned: PyTree) -> PyTree:
         if isinstance(node, PositiveTril):
             # The parameter ignores the entries above the diagonal.
-            return jax.tree.map(lambda leaf: np.tril(entries(leaf)), node)
-        return entries(node)
+            return jax.tree.map(lambda leaf, ok: np.tril(np.full(leaf.shape, ok)), node, learned)
+        return np.full(np.shape(node), learned)
 
-    return jax.tree.map(at, tree, is_leaf=lambda node: isinstance(node, (Frozen, PositiveTril)))
+    return jax.tree.map(
+        at, tree, is_learnable(tree), is_leaf=lambda node: isinstance(node, PositiveTril)
+    )
+
+
+def _is_constrained(node: Any) -> bool:
+    return isinstance(node, AbstractConstrained)
 
 
 def _is_parameter(node: Any) -> bool:
     return isinstance(node, AbstractParameter)
-
-
-def _is_constrained(node: Any) -> bool:
-    """Return whether a node is a parameter of this library with one unconstrained array."""
-    return isinstance(node, (Bounded, Positive, PositiveTril, StationaryCoefficients))
 
 
 def _name(path: Any) -> str:

@@ -1,4 +1,4 @@
-"""Datasets: the one way from series to the minibatch of a training step.
+"""Datasets of series, and minibatches of them for the steps of training.
 
 `open_dataset` returns a dataset, `dataset.loader(...)` a loader for one run of training,
 `loader.load(first, count, then)` the arrays that `count` steps read, and
@@ -61,7 +61,7 @@ class Minibatch(eqx.Module):
         count: int | None = None,
     ) -> "Minibatch":
         """Return a minibatch of all series, or the first `count`, padded and sharded over axes."""
-        count = num_series(series) if count is None else count
+        count = series.num_series if count is None else count
         if mesh is not None:
             series = shard_over(pad_to_multiple(series, num_devices(mesh, axes)), mesh, P(axes))
         return cls(series, count, mesh, axes)
@@ -99,18 +99,18 @@ class Minibatch(eqx.Module):
 
     def counts(self) -> Bool[Array, "batch"]:
         """Return which of the series count."""
-        return jnp.arange(num_series(self.series)) < self.count
+        return jnp.arange(self.series.num_series) < self.count
 
     def keys(self, key: PRNGKey) -> Key[Array, "batch"]:
         """Return one key per series, independent of the padding."""
         keys = jax.random.split(key, self.count)
-        if self.count == num_series(self.series):
+        if self.count == self.series.num_series:
             return keys
-        return keys[jnp.minimum(jnp.arange(num_series(self.series)), self.count - 1)]
+        return keys[jnp.minimum(jnp.arange(self.series.num_series), self.count - 1)]
 
     def total(self, values: Float[Array, "batch"]) -> Scalar:
         """Return the sum of a value over the series that count."""
-        if self.count == num_series(self.series):
+        if self.count == self.series.num_series:
             return jnp.sum(values)
         return jnp.sum(jnp.where(self.counts(), values, 0.0))
 
@@ -208,7 +208,7 @@ class ArrayDataset(AbstractDataset):
     """
 
     def __init__(self, series: Series, count: int, mesh: Mesh | None) -> None:
-        size, self._is_shared = num_series(series), is_multi_process(series)
+        size, self._is_shared = series.num_series, is_multi_process(series)
         if self._is_shared:
             if mesh is None or size % mesh.size:
                 raise ValueError(
@@ -231,7 +231,7 @@ class ArrayDataset(AbstractDataset):
 
     def _at(self, index: Any) -> Series:
         """Return some of the series, in the memory of every process."""
-        chosen = take(self._series, index)
+        chosen = self._series.at(index)
         return to_hosts(chosen) if self._is_shared else chosen
 
     def fingerprint(self) -> bytes:
@@ -244,13 +244,14 @@ class ArrayDataset(AbstractDataset):
 
     def loader(
         self, key: PRNGKey, batch_size: int, chunk_size: int, axes: tuple[str, ...]
-    ) -> "InMemoryLoader":
-        """Return a loader that gives every step the same arrays."""
-        return InMemoryLoader(self._series, self._count, batch_size, self._mesh, axes)
+    ) -> "InMemoryBatches":
+        """Return all series, from which each step draws its minibatch."""
+        everything = Minibatch.on_devices(self._series, self._mesh, axes, self._count)
+        return InMemoryBatches(everything, min(batch_size, self._count))
 
 
-class InMemoryBatches(AbstractBatches):
-    """All series, from which each step draws its minibatch.
+class InMemoryBatches(AbstractBatches, AbstractLoader):
+    """All series, from which each step draws its minibatch; the same for all steps.
 
     Attributes:
         everything: all series, on one device or in equal shares on those of a mesh.
@@ -260,6 +261,10 @@ class InMemoryBatches(AbstractBatches):
     everything: Minibatch
     batch_size: int = eqx.field(static=True)
 
+    def load(self, first: int, count: int, then: int | None) -> "InMemoryBatches":
+        """Return all series."""
+        return self
+
     def minibatch(self, key: PRNGKey, step: Int[Array, ""]) -> Minibatch:
         """Draw one series from each of `batch_size` equal parts of the data."""
         series, count = self.everything.series, self.everything.count
@@ -268,42 +273,20 @@ class InMemoryBatches(AbstractBatches):
             return self.everything
         index = draw_indices(key, step, count, self.batch_size)
         if mesh is None:
-            return Minibatch(take(series, index), self.batch_size)
+            return Minibatch(series.at(index), self.batch_size)
         shards = num_devices(mesh, axes)
-        if num_series(series) != count or count % shards or self.batch_size % shards:
-            chosen = take(series, pad_to_multiple(index, shards))
+        if series.num_series != count or count % shards or self.batch_size % shards:
+            chosen = series.at(pad_to_multiple(index, shards))
             chosen = lax.with_sharding_constraint(chosen, NamedSharding(mesh, P(axes)))
             return Minibatch(chosen, self.batch_size, mesh, axes)
 
         # Parts of the data and shards end at the same series: nothing is sent between devices.
         def of_shard(series: Series, index: Array) -> Series:
-            return take(series, index - count // shards * lax.axis_index(axes))
+            return series.at(index - count // shards * lax.axis_index(axes))
 
         spec = P(axes)
         chosen = jax.shard_map(of_shard, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
         return Minibatch(chosen(series, index), self.batch_size, mesh, axes)
-
-
-class InMemoryLoader(AbstractLoader):
-    """A loader of series that are in memory.
-
-    Args:
-        series: the series.
-        count: the number of series that count.
-        batch_size: the number of series per step, at most.
-        mesh: the devices; `None` for one.
-        axes: the axes of the mesh over which the series are sharded.
-    """
-
-    def __init__(
-        self, series: Series, count: int, batch_size: int, mesh: Mesh | None, axes: tuple[str, ...]
-    ) -> None:
-        everything = Minibatch.on_devices(series, mesh, axes, count)
-        self.batches = InMemoryBatches(everything, min(batch_size, count))
-
-    def load(self, first: int, count: int, then: int | None) -> InMemoryBatches:
-        """Return all series."""
-        return self.batches
 
 
 def draw_indices(key: PRNGKey, step: Any, count: int, batch_size: int) -> Int[Array, "batch"]:
@@ -324,10 +307,10 @@ def draw_indices(key: PRNGKey, step: Any, count: int, batch_size: int) -> Int[Ar
     return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), begin, end)
 
 
-def spaced_indices(count: int, most: int) -> Int[np.ndarray, "index"]:
-    """Return at most `most` of the indices 0..count-1, at equal distances."""
-    most = min(most, count)
-    return np.arange(most) * count // most
+def spaced_indices(count: int, size: int) -> Int[np.ndarray, "index"]:
+    """Return at most `size` of the indices 0..count-1, at equal distances."""
+    size = min(size, count)
+    return np.arange(size) * count // size
 
 
 def hash_series(series: Series) -> np.ndarray:
@@ -348,28 +331,12 @@ def batch_for(
         mask: true where an entry was observed.
         inputs: inputs.
         length: the number of existing rows.
-        owner: the calling verb, for messages.
+        owner: the calling function, for messages.
     """
     batch = prepare_batch(
         ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
     )
-    first = take(batch, 0)
+    first = batch.at(0)
     first = to_hosts(first) if is_multi_process(first) else first
     prepare_data(model, first.ys, inputs=first.inputs)
     return batch
-
-
-def num_series(batch: Series) -> int:
-    """Return the number of series in a batch."""
-    return batch.ys.shape[0]
-
-
-def take(batch: Series, index: Any) -> Series:
-    """Return some of the series of a batch."""
-    return jax.tree.map(lambda leaf: leaf[index], batch)
-
-
-def options_of(series: Series) -> dict[str, Any]:
-    """Return the keyword arguments that describe a prepared series to a verb."""
-    mask = True if series.mask is None else series.mask
-    return {"mask": mask, "inputs": series.inputs, "length": series.length}

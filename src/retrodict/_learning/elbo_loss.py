@@ -12,17 +12,16 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar
-from retrodict._chains import AbstractKernelChain
-from retrodict._expectations import AbstractEstimator, Estimate, elbo_of_series
-from retrodict._families import AbstractFactorFamily, advance_over, factors, infer_series, rows_of
+from retrodict._expectations import AbstractEstimator, Estimate
+from retrodict._families import advance_over
 from retrodict._learning.dataset import AbstractBatches, Minibatch
+from retrodict._learning.elbo_of_rows import elbo_of_rows
 from retrodict._learning.options import Objective
-from retrodict._learning.segments import elbo_in_segments, first_law
-from retrodict._learning.train import Stage
+from retrodict._learning.train import LossStage
 from retrodict._model import Frozen, Series, StateSpaceModel, unwrap
 from retrodict.distributed import Parallel
 
-SHORTEST_PREFIX = 8
+MIN_PREFIX = 8
 """The number of rows of the first growing prefix."""
 
 
@@ -51,12 +50,7 @@ class ElboLoss(eqx.Module):
 
     def evaluate(self, parameters: PyTree, batch: Minibatch, key: PRNGKey) -> tuple[Scalar, Scalar]:
         """Return the loss of whole series and its standard error, zero if nothing is sampled."""
-
-        def one(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
-            family, model = self.pair(parameters)
-            return self.bound(model, family, series, key)
-
-        elbos, rows = batch.each(one, parameters, batch.keys(key)), batch.num_rows()
+        elbos, rows = batch.each(self._elbo, parameters, batch.keys(key)), batch.num_rows()
         value = self.per_row(batch.total(elbos.value), rows, parameters)
         if self.estimator.error != "sampled":
             return value, jnp.zeros_like(value)
@@ -69,51 +63,38 @@ class ElboLoss(eqx.Module):
     def over_window(
         self, parameters: PyTree, batch: Minibatch, key: PRNGKey, begin: Any, count: int
     ) -> Scalar:
-        """Return the loss of the increment of the ELBO over rows begin..begin+count-1.
-
-        If q_{a-1} were exact, the ELBO of rows 0..b-1 less that of rows 0..a-1 would be the ELBO of
-        rows a..b-1 under the prior q_{a-1} of the state before them. That prior is held fixed.
-        """
+        """Return the loss of the increment of the ELBO over rows begin..begin+count-1."""
         keys = batch.keys(key)
 
-        def from_start(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
-            family, model = self.pair(parameters)
-            return self.bound(model, family, _rows(series, 0, count), key).value
+        def from_start(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
+            return self._elbo(parameters, _rows(series, 0, count), key)
 
-        def later(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
-            family, model = self.pair(parameters)
-            before = advance_over(Frozen(family).value, rows_of(series), begin - 1)
-            state, rows = lax.stop_gradient(before), _rows(series, begin - 1, count + 1)
+        def later(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
+            family = Frozen(self.pair(parameters)[0]).value
+            state = lax.stop_gradient(advance_over(family, series, begin - 1))
+            return self._elbo(parameters, _rows(series, begin - 1, count + 1), key, state)
 
-            def under(law: Any) -> StateSpaceModel:
-                return StateSpaceModel(lax.stop_gradient(law), model.transition, model.emission)
-
-            if self.segment is None:
-                chain, window = _window_chain(family, state, rows)
-                local = under(jax.tree.map(lambda leaf: leaf[0], chain.laws))
-                return elbo_of_series(local, chain, window, self.estimator, key).value
-            local = under(first_law(family, state, rows))
-            return elbo_in_segments(
-                local, family, state, rows, self.estimator, key, self.segment, first_counts=False
-            ).value
-
-        values = lax.cond(
+        elbos = lax.cond(
             begin == 0,
-            lambda: batch.each(from_start, parameters, keys),
-            lambda: batch.each(later, parameters, keys),
+            lambda: batch.each(from_start, parameters, keys).value,
+            lambda: batch.each(later, parameters, keys).value,
         )
         rows = jnp.maximum(batch.num_rows(begin, begin + count), 1)
-        return self.per_row(batch.total(values), rows, parameters)
+        return self.per_row(batch.total(elbos), rows, parameters)
 
-    def bound(
-        self, model: StateSpaceModel, family: AbstractFactorFamily, series: Series, key: PRNGKey
-    ) -> Estimate:
-        """Return the ELBO of a series from its first row on."""
-        if self.segment is None or series.num_times < 2:
-            chain = infer_series(family, series, parallel=self.parallel)
-            return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
-        state = family.init()
-        return elbo_in_segments(model, family, state, series, self.estimator, key, self.segment)
+    def _elbo(self, parameters: PyTree, rows: Series, key: PRNGKey, state: Any = None) -> Estimate:
+        """Return `elbo_of_rows`, from the start unless a state is given."""
+        family, model = self.pair(parameters)
+        return elbo_of_rows(
+            model,
+            family,
+            rows,
+            self.estimator,
+            key,
+            state=state,
+            segment=self.segment,
+            parallel=self.parallel,
+        )
 
     def pair(self, parameters: PyTree) -> tuple[Any, StateSpaceModel]:
         """Return family and model with these parameters, unwrapped."""
@@ -127,17 +108,6 @@ class ElboLoss(eqx.Module):
         return value
 
 
-def _window_chain(
-    family: AbstractFactorFamily, state: Any, rows: Series
-) -> tuple[AbstractKernelChain, Series]:
-    """Return the chain of a window and the row before it, and these rows, the first one masked."""
-    exists = rows.exists()
-    read, _ = factors(family, state, rows_of(rows), exists)
-    observed = jnp.ones(rows.ys.shape, bool) if rows.mask is None else rows.mask
-    window = Series(rows.ys, observed.at[0].set(False), rows.inputs, rows.length)
-    return family.assemble(read, exists, rows.length), window
-
-
 def _rows(series: Series, begin: Any, count: int) -> Series:
     """Return consecutive rows of one series, of which at least one exists."""
     rows = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, count), series.rows)
@@ -145,68 +115,46 @@ def _rows(series: Series, begin: Any, count: int) -> Series:
     return dataclasses.replace(rows, length=length)
 
 
-class PrefixLoss(eqx.Module):
-    """The loss of a step on the first rows of each series.
+class StepLoss(eqx.Module):
+    """The loss of a step on the first rows of each series, or on a random window of them.
 
     Attributes:
         loss: the loss of a minibatch.
         count: the number of rows.
+        num_times: the number of rows among which the window lies; `None` for the first rows.
     """
 
     loss: ElboLoss
     count: int = eqx.field(static=True)
+    num_times: int | None = eqx.field(static=True, default=None)
 
     def __call__(
         self, parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
     ) -> Scalar:
         """Return the loss of the minibatch of a step."""
-        batch = batches.minibatch(key, step).first_rows(self.count)
-        return self.loss(parameters, batch, _sampling_key(key, step))
-
-
-class WindowLoss(eqx.Module):
-    """The loss of a step on a random window of each series.
-
-    Attributes:
-        loss: the loss of a minibatch.
-        num_times: the number of rows of each series.
-        count: the number of rows of a window.
-    """
-
-    loss: ElboLoss
-    num_times: int = eqx.field(static=True)
-    count: int = eqx.field(static=True)
-
-    def __call__(
-        self, parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
-    ) -> Scalar:
-        """Return the loss of the minibatch of a step, over one window."""
         batch = batches.minibatch(key, step)
-        sampling_key, place_key = jax.random.split(_sampling_key(key, step))
+        key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
+        if self.num_times is None:
+            return self.loss(parameters, batch.first_rows(self.count), key)
+        key, place_key = jax.random.split(key)
         place = jax.random.randint(place_key, (), 0, -(-self.num_times // self.count))
         begin = jnp.minimum(place * self.count, self.num_times - self.count)
-        return self.loss.over_window(parameters, batch, sampling_key, begin, self.count)
-
-
-def _sampling_key(key: PRNGKey, step: Array) -> PRNGKey:
-    """Return the key of a step for all draws but that of the minibatch."""
-    return jax.random.fold_in(jax.random.fold_in(key, 1), step)
+        return self.loss.over_window(parameters, batch, key, begin, self.count)
 
 
 def stages_of(
     loss: ElboLoss, num_times: int, num_steps: int, objective: Objective, chunk_size: int
-) -> list[Stage]:
+) -> list[LossStage]:
     """Return the losses of a fit in their order, each with the step at which it ends."""
     rows = min(objective.window or num_times, num_times)
-    uses_all_rows, prefixes = rows == num_times, []
-    last = PrefixLoss(loss, rows) if uses_all_rows else WindowLoss(loss, num_times, rows)
+    last, prefixes = StepLoss(loss, rows, None if rows == num_times else num_times), []
     if objective.growing:
-        doublings = math.ceil(math.log2(max(1.0, rows / SHORTEST_PREFIX)))
-        prefixes = [SHORTEST_PREFIX * 2**doubling for doubling in range(doublings)]
+        doublings = math.ceil(math.log2(max(1.0, rows / MIN_PREFIX)))
+        prefixes = [MIN_PREFIX * 2**doubling for doubling in range(doublings)]
     stages, half = [], num_steps // 2
     for position, prefix in enumerate(prefixes):
         # Stages end at chunk boundaries, where checkpoints are written.
         until = half * (position + 1) // len(prefixes) // chunk_size * chunk_size
         if until > (stages[-1].until if stages else 0):
-            stages.append(Stage(until, PrefixLoss(loss, prefix)))
-    return [*stages, Stage(num_steps, last)]
+            stages.append(LossStage(until, StepLoss(loss, prefix)))
+    return [*stages, LossStage(num_steps, last)]

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +26,7 @@ from retrodict._expectations import (
     RaoBlackwellised,
 )
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._learning.dataset import Minibatch, batch_for, options_of
+from retrodict._learning.dataset import Minibatch, batch_for
 from retrodict._learning.elbo_loss import ElboLoss, stages_of
 from retrodict._learning.fit_checkpoint import FitCheckpoint, fingerprint
 from retrodict._learning.fit_result import (
@@ -38,36 +38,37 @@ from retrodict._learning.fit_result import (
 from retrodict._learning.on_disk import AbstractSeriesStore
 from retrodict._learning.open_dataset import open_dataset
 from retrodict._learning.options import Objective, Optimisation
+from retrodict._learning.partition import Learn, partition
 from retrodict._learning.shared import SharedSeries
 from retrodict._learning.train import (
+    LossStage,
     Placement,
     ProgressLine,
-    Stage,
     Trained,
     best_start,
     default_optimiser,
     start,
     train,
 )
-from retrodict._model import Series, StateSpaceModel, learnable, unwrap
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 NUM_PREPARED = 4096
-"""The number of training series from which a family takes the units of the data."""
+"""The largest number of training series that determine the units of a family."""
 
 NUM_EVALUATED = 256
 """The number of training series that evaluate the parameters if nothing is held out."""
 
-FEWEST_COMPARED = 1000
-"""The number of steps from which on the ELBO is compared with a particle estimate of the evidence,
-which takes some seconds."""
+MIN_COMPARED_STEPS = 1000
+"""The least number of steps of a fit whose ELBO is compared with a particle estimate of the
+evidence. The comparison takes some seconds."""
 
 STARTS = "start"
 """The axis of a mesh over which several starts are sharded."""
 
 NUM_PATHS = 1
-"""The number of sampled paths per series and step. With the score left out of the gradient, more
-steps with one path gained more than more paths."""
+"""The number of sampled paths per series and step. The gradient leaves out the score. For the same
+time, more steps with one path gave a better ELBO than fewer steps with more paths."""
 
 
 @together()
@@ -78,7 +79,7 @@ def fit(
     ys: Any,
     *,
     num_steps: int = 4000,
-    learn: Literal["family", "model", "both"] | PyTree = "family",
+    learn: Learn | PyTree = "family",
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,
@@ -157,12 +158,11 @@ def fit(
     # Parameters: the leaves of (family, model) that move, for every start.
     if options.prepare:
         series = dataset.spaced(NUM_PREPARED)
-        family = family.prepare(model, series.ys, **options_of(series))
-    if isinstance(learn, str) and learn != "family":
-        model = learnable(model)
-    moving = _moving((family, model), learn)
-    _, fixed = eqx.partition((family, model), moving)
-    parameters, num_starts = _starts(key, family, model, moving, options.restarts)
+        family = family.prepare(model, series.ys, **series.options())
+    parameters, fixed = partition(family, model, learn, "fit")
+    keys = jax.random.split(jax.random.fold_in(key, 2), options.restarts - 1)
+    others = [partition(family.redraw(each), model, learn, "fit").parameters for each in keys]
+    parameters, num_starts = _stacked(parameters, others)
 
     # Loss: the negative ELBO of a minibatch as a function of the parameters. Its gradient is taken
     # by `train`, step by step.
@@ -180,7 +180,7 @@ def fit(
         file = FitCheckpoint(Path(checkpoint), settings, devices)
         trained = file.resume(trained, num_starts)
 
-    def run(stages: Sequence[Stage], trained: Trained, starts: int | None) -> Trained:
+    def run(stages: Sequence[LossStage], trained: Trained, starts: int | None) -> Trained:
         placement, axes = _placement(devices, starts)
         with closing(dataset.loader(key, options.batch_size, options.chunk_size, axes)) as loader:
             return train(
@@ -212,7 +212,7 @@ def fit(
     if held_out is not None:
         result = compare_with_training(result)
     one_process = devices is None or not devices.is_multi_process
-    if num_steps >= FEWEST_COMPARED and one_process and objective.log_prior is None:
+    if num_steps >= MIN_COMPARED_STEPS and one_process and objective.log_prior is None:
         result = compare_with_particles(result, evaluation, trained.state.kept, validation)
     return result
 
@@ -241,37 +241,9 @@ def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
     return batch_for(unwrap(model), ys, owner="fit", **options)
 
 
-def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
-    """Return a pytree of booleans over (family, model): the leaves that are learned."""
-    arrays = jax.tree.map(eqx.is_inexact_array, pair)
-    if isinstance(learn, str):
-        if learn not in ("family", "model", "both"):
-            raise ValueError(
-                "fit expects `learn` to be 'family', 'model', 'both' or a pytree of booleans over"
-                f" (family, model), got {learn!r}."
-            )
-        return tuple(
-            jax.tree.map(lambda leaf, name=name: leaf and learn in (name, "both"), part)
-            for name, part in zip(("family", "model"), arrays, strict=True)
-        )
-    try:
-        return jax.tree.map(lambda chosen, array: bool(chosen) and array, learn, arrays)
-    except ValueError as error:
-        raise ValueError(
-            "fit expects `learn` to be a pytree of booleans of the structure of (family, model)"
-            " after family.prepare(model, ys): call it first, and pass"
-            f" Optimisation(prepare=False). {error}"
-        ) from error
-
-
-def _starts(
-    key: PRNGKey, family: AbstractFamily, model: StateSpaceModel, moving: PyTree, restarts: int
-) -> tuple[PyTree, int | None]:
-    """Return the parameters of the given start and of random ones, and the number of starts."""
-    first = eqx.filter((family, model), moving)
-    keys = jax.random.split(jax.random.fold_in(key, 2), restarts - 1)
-    redrawn = [eqx.filter((family.redraw(each), model), moving) for each in keys]
-    others = [each for each in redrawn if not eqx.tree_equal(each, first)]
+def _stacked(first: PyTree, others: list[PyTree]) -> tuple[PyTree, int | None]:
+    """Return the parameters of all starts that differ from the first, and the number of starts."""
+    others = [each for each in others if not eqx.tree_equal(each, first)]
     if not others:
         return first, None
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others), 1 + len(others)
@@ -325,7 +297,7 @@ def _tournament_end(num_steps: int, options: Optimisation) -> int:
     return min(num_steps, chunks * options.chunk_size)
 
 
-def _until(stages: Sequence[Stage], step: int) -> list[Stage]:
+def _until(stages: Sequence[LossStage], step: int) -> list[LossStage]:
     """Return the stages up to a step."""
     complete = [stage for stage in stages if stage.until < step]
-    return [*complete, Stage(step, stages[len(complete)].loss)]
+    return [*complete, LossStage(step, stages[len(complete)].loss)]

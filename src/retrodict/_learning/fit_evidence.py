@@ -15,13 +15,14 @@ from retrodict._exact import check_linear_gaussian, log_evidence_of
 from retrodict._learning.dataset import InMemoryBatches, Minibatch
 from retrodict._learning.on_disk import AbstractSeriesStore
 from retrodict._learning.open_dataset import open_dataset
+from retrodict._learning.partition import is_learnable
 from retrodict._learning.quasi_newton import minimise
 from retrodict._learning.train import (
+    LossStage,
     Placement,
     ProgressLine,
-    Stage,
-    Status,
     Trained,
+    TrainingStatus,
     default_optimiser,
     start,
     train,
@@ -49,7 +50,7 @@ class EvidenceResult(eqx.Module):
     history: Float[np.ndarray, "step"]
     log_evidence: float = eqx.field(static=True)
     num_skipped: int = eqx.field(static=True)
-    status: Status = eqx.field(static=True)
+    status: TrainingStatus = eqx.field(static=True)
 
 
 @together()
@@ -126,10 +127,9 @@ def fit_evidence(
     dataset = open_dataset(unwrap(model), ys, **options, mesh=devices, owner="fit_evidence")
     axes = () if devices is None else devices.axis_names
     size = sys.maxsize if batch_size is None else check_count(batch_size, "batch_size")
-    loader: Any = dataset.loader(key, size, chunk_size, axes)
-    batches: InMemoryBatches = loader.batches
+    batches: Any = dataset.loader(key, size, chunk_size, axes)
     model = learnable(model)
-    parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
+    parameters, fixed = eqx.partition(model, is_learnable(model))
     loss = EvidenceLoss(fixed, log_prior, 1.0 / dataset.num_rows)
 
     line = ProgressLine("log-evidence {:.4f} nats per time step", num_steps) if progress else None
@@ -158,10 +158,10 @@ def fit_evidence(
     optimiser = optimiser or default_optimiser(learning_rate, num_steps)
     trained = train(
         key,
-        [Stage(num_steps, loss)],
+        [LossStage(num_steps, loss)],
         loss.score,
         Trained(start(parameters, optimiser, None)),
-        loader.load,
+        batches.load,
         batches.everything,
         optimiser=optimiser,
         chunk_size=chunk_size,

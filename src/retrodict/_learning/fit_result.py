@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Float, Int, PyTree
 
 from retrodict._families import AbstractFamily
-from retrodict._learning.dataset import Minibatch, options_of, take
+from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
-from retrodict._learning.train import Status, Trained
+from retrodict._learning.train import Trained, TrainingStatus
 from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.particles import particle_filter
 
-FitStatus = Status | Literal["overfitted", "underfitted"]
+FitStatus = TrainingStatus | Literal["overfitted", "underfitted"]
 """How a fit ended; the last two override "finished" and "stopped early"."""
 
 FAR_BELOW = 0.5
@@ -144,9 +144,9 @@ def compare_with_particles(
     """
     if result.status in ("diverged", "overfitted"):
         return result
-    batch = Minibatch.on_devices(take(series, slice(0, NUM_COMPARED))).first_rows(MAX_COMPARED_ROWS)
+    batch = Minibatch.on_devices(series.at(slice(0, NUM_COMPARED))).first_rows(MAX_COMPARED_ROWS)
     model, rows = unwrap(result.model), float(batch.num_rows())
-    several = [take(batch.series, i) for i in range(batch.count)]
+    several = [batch.series.at(i) for i in range(batch.count)]
     try:
         filters = [
             particle_filter(
@@ -155,7 +155,7 @@ def compare_with_particles(
                 series.ys,
                 NUM_PARTICLES,
                 strict=False,
-                **options_of(series),
+                **series.options(),
             )
             for i, series in enumerate(several)
         ]

@@ -27,9 +27,7 @@ from retrodict._learning.dataset import (
     AbstractDataset,
     AbstractLoader,
     Minibatch,
-    num_series,
     spaced_indices,
-    take,
 )
 from retrodict._model import Series, StateSpaceModel, prepare_data
 from retrodict.distributed import num_devices, shard_over
@@ -112,12 +110,12 @@ class StoredDataset(AbstractDataset):
         self._store, self._mesh = store, mesh
         self._sample = sample_store(store, most)
         self.num_times, self.num_rows = store.num_times, float(store.num_rows)
-        first = take(self._sample, 0)
+        first = self._sample.at(0)
         prepare_data(model, first.ys, inputs=first.inputs)
 
     def spaced(self, count: int) -> Series:
         """Return at most `count` of the series that are kept in memory."""
-        return take(self._sample, spaced_indices(num_series(self._sample), count))
+        return self._sample.at(spaced_indices(self._sample.num_series, count))
 
     def first(self, count: int) -> Series:
         """Return the same as `spaced`."""
@@ -144,7 +142,7 @@ def sample_store(store: AbstractSeriesStore, count: int) -> Series:
         index = np.unique(np.linspace(0, size - 1, min(per_block, size)).astype(int))
         parts.append(jax.tree.map(lambda leaf, index=index: leaf[index], store.load(block)))
     arrays = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)[:count]), *parts)
-    return jax.vmap(Series)(**arrays)
+    return Series(**arrays)
 
 
 class StoredBatches(AbstractBatches):
@@ -273,8 +271,7 @@ class StoredLoader(AbstractLoader):
             name: None if shape is None else over_devices(name, shape)
             for name, shape in self._shapes.items()
         }
-        series = jax.vmap(jax.vmap(Series))(**series)
-        return StoredBatches(series, start, self._size, self._mesh, self._axes)
+        return StoredBatches(Series(**series), start, self._size, self._mesh, self._axes)
 
     def close(self) -> None:
         """Stop reading."""

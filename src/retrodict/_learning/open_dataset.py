@@ -1,10 +1,10 @@
-"""From the arguments of a verb to a dataset."""
+"""Validate the data arguments of `fit` and build a dataset of series."""
 
 from typing import Any
 
 from jax.sharding import Mesh
 
-from retrodict._learning.dataset import AbstractDataset, ArrayDataset, batch_for, num_series
+from retrodict._learning.dataset import AbstractDataset, ArrayDataset, batch_for
 from retrodict._learning.on_disk import AbstractSeriesStore, StoredDataset
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
 from retrodict._model import StateSpaceModel
@@ -20,7 +20,7 @@ def open_dataset(
     mesh: Mesh | None,
     owner: str,
 ) -> AbstractDataset:
-    """Return the dataset of a verb, checked against an unwrapped model.
+    """Return a dataset of series, checked against an unwrapped model.
 
     Args:
         model: the model.
@@ -28,8 +28,8 @@ def open_dataset(
         mask: true where an entry was observed; like the next two, for arrays only.
         inputs: inputs.
         length: the number of existing rows.
-        mesh: the devices of the verb; `None` for one.
-        owner: the verb, for messages.
+        mesh: the devices of the function; `None` for one.
+        owner: the calling function, for messages.
     """
     options = {"mask": mask, "inputs": inputs, "length": length}
     if isinstance(ys, AbstractSeriesStore):
@@ -40,11 +40,11 @@ def open_dataset(
         if ys.mesh != mesh:
             raise ValueError(
                 f"{owner} expects series that are shared over the devices of its mesh. Pass the"
-                " same `mesh` to SharedSeries and to the verb."
+                " same `mesh` to SharedSeries and to the function."
             )
         check_shared(model, ys)
         series, count = ys.series, ys.num_series
     else:
         series = batch_for(model, ys, **options, owner=owner)
-        count = num_series(series)
+        count = series.num_series
     return ArrayDataset(series, count, mesh)

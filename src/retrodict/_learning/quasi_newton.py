@@ -18,49 +18,49 @@ from jaxtyping import Array, Bool, Float, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
 from retrodict._arrays import Scalar
-from retrodict._learning.coordinates import Coordinates, coordinates_of
-from retrodict._learning.train import Status
-from retrodict._model import StateSpaceModel
+from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
+from retrodict._learning.train import TrainingStatus
+from retrodict._model import UNBOUNDED, StateSpaceModel
 from retrodict.distributed import to_hosts
 
 ROUNDING = 10.0
-"""The number of rounding errors of the loss from which on a step is progress."""
+"""A step is progress if it lowers the loss by more than this many rounding errors of the loss."""
 
 NO_GAIN = 1e-7
-"""The gain of a step, in nats of the whole loss, from which on it is progress."""
+"""A step is progress if it lowers the whole loss by more than this, in nats."""
 
 SETTLED = 1e-5
-"""The gain in nats from which on a restarted descent continues."""
+"""A restarted descent continues if it lowered the whole loss by this much, in nats."""
 
 SMALL = 0.1
-"""The fraction of the largest scale below which a scale may be converging to zero."""
+"""A scale below this fraction of the largest scale may be converging to zero."""
 
 SCREENING_STEPS = 8
-"""The number of steps from each start before the best continues."""
+"""Each start takes this many steps before the best two continue."""
 
 RESTART_STEPS = 12
-"""The number of steps of a restart from the interior."""
+"""A restart from the interior takes this many steps before it is compared."""
 
 MAX_ROUNDS = 3
-"""The number of rounds of restarts of parameters at an edge."""
+"""Parameters at an edge are restarted at most this many times."""
 
 APART = 30.0
-"""The factor by which a start lowers all scales but one."""
+"""A start lowers all scales but one by this factor."""
 
 NEGLIGIBLE = 0.5
-"""The cost in nats of a tenfold scale below which the scale is at the edge of zero."""
+"""A scale is at the edge of zero if a tenfold scale costs at most this, in nats."""
 
 NOTICEABLE = 0.02
-"""The cost per row at which a raised scale is in the interior."""
+"""A raised scale is in the interior if it costs more than this per row, in nats."""
 
 LOWEST = 1e-4
-"""The fraction of the largest scale from which on small scales are raised."""
+"""A scale is raised to this fraction of the largest scale at least."""
 
 LOGIT = 2.0
-"""The logistic coordinate of the starts of bounded parameters, on both sides of the middle."""
+"""Bounded parameters start at this logistic coordinate, on both sides of the middle."""
 
 MAX_PROBES = 40
-"""The largest number of free parameters that are probed one by one."""
+"""Up to this number, free parameters are probed one by one."""
 
 
 class Minimum(NamedTuple):
@@ -80,7 +80,7 @@ class Minimum(NamedTuple):
     value: float
     losses: Float[np.ndarray, "step"]
     num_skipped: int
-    status: Status
+    status: TrainingStatus
 
 
 def minimise(
@@ -122,15 +122,15 @@ def minimise(
         screened = sorted((search.descend(each, SCREENING_STEPS) for each in starts), key=LOSS)
         again = [search.descend(each.z, SCREENING_STEPS).after(each) for each in screened[:2]]
         best = min(again, key=LOSS)
-    best = search.settle(best, num_steps)
+    best = search.converge(best, num_steps)
     for _ in range(MAX_ROUNDS if several and best.status == "converged" else 0):
-        raised = search.raised(best.z, best.value)
+        raised = search.away_from_edges(best.z, best.value)
         together = [np.max(raised, axis=0)] if len(raised) > 1 else []
         tried = [search.descend(each, RESTART_STEPS) for each in [*together, *raised]]
         winner = min(tried, key=LOSS, default=best)
         if winner.value >= best.value - 1e-3 * share:
             break
-        best = search.settle(winner, num_steps)
+        best = search.converge(winner, num_steps)
     parameters, losses = search.restore(best.z), np.asarray(best.losses)
     return Minimum(parameters, best.value, losses, search.skipped, best.status)
 
@@ -141,7 +141,7 @@ class _Descent(NamedTuple):
     z: Float[np.ndarray, "parameter"]
     value: float
     losses: list[float]
-    status: Status
+    status: TrainingStatus
 
     def after(self, before: "_Descent") -> "_Descent":
         """Return the same with an earlier descent in front; the earlier point if it is better."""
@@ -180,7 +180,7 @@ class _Search:
         self._dtype = coordinates.theta().dtype
         self._precision = ROUNDING * float(jnp.finfo(self._dtype).eps)
         self.is_scale = coordinates.is_scale
-        self.is_free = np.array([edge == (None, None) for edge in coordinates.edges], bool)
+        self.is_free = np.array([edge == UNBOUNDED for edge in coordinates.edges], bool)
         # The index of the array of each parameter, and its index along the last axis of it.
         places = [np.asarray(place) for place in coordinates.places]
         self._array = np.repeat(np.arange(len(places)), [place.size for place in places])
@@ -236,12 +236,12 @@ class _Search:
         steepest = float(np.max(np.abs(result.jac), initial=0.0))
         # Coordinates have no units: a gradient g leaves a gain of about g².
         is_end = result.success or steepest**2 < max(self._precision, NO_GAIN * self._share)
-        status: Status = (
+        status: TrainingStatus = (
             "finished" if len(losses) >= most else "converged" if is_end else "stopped early"
         )
         return _Descent(result.x, float(result.fun), losses, status)
 
-    def settle(self, descent: _Descent, num_steps: int) -> _Descent:
+    def converge(self, descent: _Descent, num_steps: int) -> _Descent:
         """Descend to convergence, and further if L-BFGS is slow along a scale that goes to zero."""
         for _ in range(MAX_ROUNDS):
             left = num_steps - len(descent.losses)
@@ -249,7 +249,7 @@ class _Search:
                 return descent
             before = descent.value
             descent = self.descend(descent.z, left).after(descent)
-            lower = self._lowered(descent)
+            lower = self._with_smaller_scales(descent)
             slow = lower.value < descent.value or before - descent.value >= SETTLED * self._share
             if descent.status != "converged" or not slow:
                 return descent
@@ -297,7 +297,7 @@ class _Search:
 
     def starts(self, z: np.ndarray, value: float) -> list[np.ndarray]:
         """Return starts in which one scale is large, or a bounded parameter is off its middle."""
-        raised = self.raised(z, value)
+        raised = self.away_from_edges(z, value)
         centre = np.max([z, *raised], axis=0)
         starts = [centre] if raised else []
         scales = self._by_array(self.is_scale)
@@ -314,7 +314,7 @@ class _Search:
         largest = np.max(z, initial=-np.inf, where=self.is_scale)
         return self._by_array(self.is_scale & (z < largest + np.log(SMALL)))
 
-    def _lowered(self, descent: _Descent) -> _Descent:
+    def _with_smaller_scales(self, descent: _Descent) -> _Descent:
         """Return the same point with small scales much smaller, as far as that is better."""
         lowered = descent
         for inside in self._small(descent.z):
@@ -323,7 +323,7 @@ class _Search:
                 lowered = lowered._replace(z=at, value=moved)
         return lowered
 
-    def raised(self, z: np.ndarray, value: float) -> list[np.ndarray]:
+    def away_from_edges(self, z: np.ndarray, value: float) -> list[np.ndarray]:
         """Return, for each array with scales at the edge of zero, the point with these raised.
 
         They are raised to where the loss begins to rise, which depends on the data alone.
@@ -344,7 +344,7 @@ class _Search:
 
 
 def _parameters(
-    coordinates: Coordinates, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]
+    coordinates: ModelCoordinates, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]
 ) -> PyTree:
     """Return the floating arrays of the model at the coordinates z of `_Search`."""
     log_scale = jnp.where(coordinates.is_scale, z, 0.0)
@@ -358,7 +358,7 @@ def _parameters(
 @eqx.filter_jit
 def _evaluate(
     loss: Callable[[PyTree, PyTree], Scalar],
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     z: Float[Array, "parameter"],
     unit: Float[Array, "parameter"],
     data: PyTree,

@@ -11,6 +11,7 @@ The values of a segment are recomputed for its derivative, so that memory grows 
 with √n for L = √n. Each row is read three times instead of once.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -39,7 +40,7 @@ from retrodict._expectations import (
     fill_padding,
     initial_value,
 )
-from retrodict._families import AbstractFactorFamily, Row, factors, rows_of
+from retrodict._families import AbstractFactorFamily, factors
 from retrodict._model import Frozen, Gaussian, LinearGaussianKernel, Series, StateSpaceModel
 
 
@@ -48,11 +49,10 @@ def elbo_in_segments(
     family: AbstractFactorFamily,
     state: Any,
     series: Series,
+    data: Series,
     estimator: AbstractEstimator,
     key: Any,
     segment: int,
-    *,
-    first_counts: bool = True,
 ) -> Estimate:
     """Compute the same as `elbo_of_series` for the chain of a family, in less memory.
 
@@ -60,15 +60,13 @@ def elbo_in_segments(
         model: an unwrapped model; its prior is the law of the state in the first row.
         family: an unwrapped family.
         state: the family's state before the first row.
-        series: a prepared series of two rows or more.
+        series: a prepared series of two rows or more, as the family reads it.
+        data: the same as the model reads it: the mask of the first row may differ.
         estimator: how expectations are estimated.
         key: a typed key, or `None` if the estimator does not sample.
         segment: the number of rows per segment.
-        first_counts: whether the observation of the first row contributes to the ELBO; the family
-            reads it in any case.
     """
-    first = _first(series)
-    _, state = factors(family, state, first, None)
+    _, state = factors(family, state, series.rows.at(slice(0, 1)))
     segments = _segments(family, state, series, segment)
     if isinstance(estimator, BackwardSampling):
         method = _BySampling(model, family, estimator, key)
@@ -83,20 +81,7 @@ def elbo_in_segments(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(method.begin, last)
     )
     onward, _ = lax.scan(jax.checkpoint(back), onward, segments, reverse=True)
-    data = Series(*first)
-    if not first_counts:
-        data = Series(first.y, jnp.zeros(first.y.shape, bool), first.u)
-    return method.end(onward, data)
-
-
-def first_law(family: AbstractFactorFamily, state: Any, series: Series) -> Any:
-    """Return the filtering law of the first row, given the state of the family before it."""
-    read, _ = factors(family, state, _first(series), None)
-    return jax.tree.map(lambda leaf: leaf[0], read.law)
-
-
-def _first(series: Series) -> Row:
-    return jax.tree.map(lambda leaf: leaf[:1], rows_of(series))
+    return method.end(onward, data.rows.at(slice(0, 1)))
 
 
 class _Segment(eqx.Module):
@@ -104,34 +89,30 @@ class _Segment(eqx.Module):
 
     Attributes:
         state: the state of the family after that row.
-        rows: the rows of the segment.
-        exists: which of these rows exist.
-        length: the number of existing nodes.
-        goes_on: whether a row after the segment exists.
-        ends: whether the chain ends in the segment.
+        rows: the rows of the segment, and the number of them that exist.
+        has_later_rows: whether a row after the segment exists.
+        contains_last_row: whether the chain ends in the segment.
         number: the index of the segment.
     """
 
     state: Any
-    rows: Row
-    exists: Bool[Array, "*segment rows"]
-    length: Int[Array, "*segment"]
-    goes_on: Bool[Array, "*segment"]
-    ends: Bool[Array, "*segment"]
+    rows: Series
+    has_later_rows: Bool[Array, "*segment"]
+    contains_last_row: Bool[Array, "*segment"]
     number: Int[Array, "*segment"]
 
     def chain(self, family: AbstractFactorFamily) -> AbstractKernelChain:
         """Return the chain of the nodes. The law of the first is a filler unless it is the last."""
-        read, _ = factors(family, self.state, self.rows, self.exists)
+        read, _ = factors(family, self.state, self.rows)
         with_first = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), read)
-        exists = jnp.concatenate([jnp.ones(1, bool), self.exists])
-        return family.assemble(with_first, exists, self.length)
+        length: Any = self.rows.length
+        return family.assemble(with_first, length + 1)
 
     def data(self) -> Series:
         """Return the observations at the nodes, without that of the first."""
-        ys, mask, inputs = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), self.rows)
-        mask = jnp.ones(ys.shape, bool) if mask is None else mask
-        return Series(ys, mask.at[0].set(False), inputs)
+        data = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), self.rows.rows)
+        mask = jnp.ones(data.ys.shape, bool) if data.mask is None else data.mask
+        return dataclasses.replace(data, mask=mask.at[0].set(False))
 
 
 def _segments(family: AbstractFactorFamily, state: Any, series: Series, count: int) -> _Segment:
@@ -145,26 +126,18 @@ def _segments(family: AbstractFactorFamily, state: Any, series: Series, count: i
         filled = jnp.concatenate([leaf[1:], jnp.repeat(leaf[-1:], missing, axis=0)])
         return filled.reshape(number, count, *leaf.shape[1:])
 
-    rows = jax.tree.map(cut, rows_of(series))
     length = jnp.asarray(series.num_times) if series.length is None else series.length
     begin = count * jnp.arange(number)  # the row before each segment
-    exists = begin[:, None] + jnp.arange(1, count + 1)[None] < length
+    rows = jax.tree.map(cut, series.rows)
+    rows = dataclasses.replace(rows, length=jnp.clip(length - begin - 1, 0, count))
 
-    def advance(state: Any, at: tuple[Row, Array]) -> tuple[Any, Any]:
-        return factors(family, state, *at)[1], state
+    def advance(state: Any, rows: Series) -> tuple[Any, Any]:
+        return factors(family, state, rows)[1], state
 
-    _, states = lax.scan(jax.checkpoint(advance), state, (rows, exists))
-    end = begin + count
-    goes_on = end + 1 < length
-    return _Segment(
-        states,
-        rows,
-        exists,
-        jnp.clip(length - begin, 1, count + 1),
-        goes_on,
-        ~goes_on & ((begin + 1 < length) | (begin == 0)),
-        jnp.arange(number),
-    )
+    _, states = lax.scan(jax.checkpoint(advance), state, rows)
+    has_later_rows = begin + count + 1 < length
+    contains_last_row = ~has_later_rows & ((begin + 1 < length) | (begin == 0))
+    return _Segment(states, rows, has_later_rows, contains_last_row, jnp.arange(number))
 
 
 class _Marginal(NamedTuple):
@@ -198,7 +171,9 @@ class _ByMoments(eqx.Module):
         """Return the result of the segments from this one on."""
         chain = self._chain(segment)
         last = jax.tree.map(
-            lambda later, here: jnp.where(segment.goes_on, later, here), onward.law, chain.terminal
+            lambda later, here: jnp.where(segment.has_later_rows, later, here),
+            onward.law,
+            chain.terminal,
         )
         laws = jax.tree.map(lambda leaf, end: leaf.at[-1].set(end), chain.laws, last)
         chain = LinearGaussianChain(laws, chain.kernels, chain.length)
@@ -211,7 +186,9 @@ class _ByMoments(eqx.Module):
             lambda noise: self.estimator.evaluate(terms, view, noise, data),
             noise,
         )
-        entropy = chain.entropy() - jnp.where(segment.ends, 0.0, chain.terminal.entropy())
+        entropy = chain.entropy() - jnp.where(
+            segment.contains_last_row, 0.0, chain.terminal.entropy()
+        )
         return _Marginal(
             Gaussian(view.states.mean[0], view.states.scale[0]),
             onward.value + terms_mean.value + entropy,
@@ -269,18 +246,18 @@ class _BySampling(eqx.Module):
         later, later_weights = onward.paths
 
         def last(states: Float[Array, "path state"]) -> Float[Array, "path state"]:
-            return jnp.where(segment.goes_on, later.reshape(states.shape), states)
+            return jnp.where(segment.has_later_rows, later.reshape(states.shape), states)
 
         key = _segment_key(self.key, segment.number)
         trace, weights = self.estimator.trace(chain, key, last)
-        weights = jnp.where(segment.goes_on, later_weights, weights)
+        weights = jnp.where(segment.has_later_rows, later_weights, weights)
         terms = LogJoint(self.model).terms()[1:]
         data = fill_padding(segment.data(), existing_rows(chain))
         density = Frozen(chain).value if self.estimator.stop_score else chain
 
         def along(path: Float[Array, "node state"]) -> Scalar:
             # Later segments sampled the last state of a chain that goes on.
-            again = jnp.where(segment.ends, 0.0, density.terminal.log_prob(path[-1]))
+            again = jnp.where(segment.contains_last_row, 0.0, density.terminal.log_prob(path[-1]))
             return along_path(terms, chain, path, data) - density.log_prob(path) + again
 
         groups = Paths(trace.paths, weights)

@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from retrodict._arrays import as_real_array
-from retrodict._learning.dataset import num_series
 from retrodict._model import Series, StateSpaceModel, prepare_batch, prepare_data
 from retrodict.distributed import (
     MeshLike,
@@ -27,7 +26,7 @@ class SharedSeries:
 
     `fit` and `fit_evidence` accept them as `ys`, and so does `parameter_errors` for linear-Gaussian
     models. The results are those of the same call with all series, up to rounding. All processes
-    must construct them, and call these verbs, together. A single process holds all series.
+    must construct them, and call these functions, together. A single process holds all series.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -46,7 +45,7 @@ class SharedSeries:
         mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(local, time, input)`.
         length: the number of existing rows, one integer per series; in all processes, or in none.
-        mesh: the devices over which the series are sharded, the same as those of the verb.
+        mesh: the devices over which the series are sharded, the same as those of the function.
 
     Attributes:
         series: all series, sharded over the devices of all processes and padded at the end.
@@ -80,7 +79,7 @@ class SharedSeries:
                 ' Pass mesh="all", and do not set jax.default_device.'
             )
         local = by_all(lambda: _prepare_local(ys, mask, inputs, length))
-        count = num_series(local)
+        count = local.num_series
         reports = all_gather_object(
             {
                 "count": count,
@@ -117,7 +116,7 @@ class SharedSeries:
     def __repr__(self) -> str:
         rows, columns = self.series.ys.shape[1:]
         shape = f"{self.num_series} series, {rows} rows, {columns} columns"
-        return f"SharedSeries({shape}; {num_series(self.local)} local)"
+        return f"SharedSeries({shape}; {self.local.num_series} local)"
 
 
 def _prepare_local(ys: Any, mask: Any, inputs: Any, length: Any) -> Series:
@@ -140,9 +139,9 @@ def _shard(local: Series, count: int, mesh: Mesh | None) -> Series:
     """Return the shares of all processes as arrays over a mesh."""
     if mesh is None:
         return local
-    local = _or_another(local)
+    local = _with_padding(local)
     places, total = device_slice(count, mesh), -(-count // mesh.size) * mesh.size
-    index = np.minimum(np.arange(places.stop - places.start), num_series(local) - 1)
+    index = np.minimum(np.arange(places.stop - places.start), local.num_series - 1)
     rows = NamedSharding(mesh, P(mesh.axis_names))
 
     def over_devices(leaf: Any) -> jax.Array:
@@ -157,13 +156,13 @@ def _shard(local: Series, count: int, mesh: Mesh | None) -> Series:
     return jax.tree.map(over_devices, local)
 
 
-def _or_another(local: Series) -> Series:
+def _with_padding(local: Series) -> Series:
     """Return the series of this process or, if it has none, one series of another, as padding.
 
     Padding contributes nothing, but it is computed with: made-up values might be impossible under
     the model. All processes must call this function.
     """
-    counts = all_gather_object(num_series(local))
+    counts = all_gather_object(local.num_series)
     if all(counts):
         return local
     sends = jax.process_index() == next(who for who, count in enumerate(counts) if count)
@@ -171,7 +170,7 @@ def _or_another(local: Series) -> Series:
     reports = all_gather_object(
         [a if a is None else (a[:1].tolist(), str(a.dtype)) for a in arrays] if sends else None
     )
-    if num_series(local):
+    if local.num_series:
         return local
     (one,) = [parts for parts in reports if parts is not None]
     return _series([None if part is None else np.asarray(*part) for part in one])
@@ -179,7 +178,7 @@ def _or_another(local: Series) -> Series:
 
 def _series(parts: Sequence[Any]) -> Series:
     arrays: list[Any] = [None if part is None else jnp.asarray(part) for part in parts]
-    return jax.vmap(Series)(*arrays)
+    return Series(*arrays)
 
 
 def check_shared(model: StateSpaceModel, shared: SharedSeries) -> None:

@@ -28,18 +28,17 @@ from retrodict.distributed import shard_over, to_hosts
 Loss = Callable[[Any, Any, Any, Any], Scalar]
 """`loss(parameters, batches, key, step)`: the loss takes its minibatch from `batches`."""
 
-Status = Literal["finished", "converged", "stopped early", "diverged"]
+TrainingStatus = Literal["finished", "converged", "stopped early", "diverged"]
 """How a fit ended: all steps taken, no further gain, out of patience, or non-finite."""
 
 MAX_SKIPPED_IN_A_ROW = 100
 """The number of consecutive steps with a non-finite gradient after which training ends."""
 
-
 SIGNIFICANT = 3.0
 """The number of standard errors by which a noisy score must exceed another to be worse."""
 
 
-class Stage(NamedTuple):
+class LossStage(NamedTuple):
     """A loss, and the step at which it ends."""
 
     until: int
@@ -157,7 +156,7 @@ class Trained(NamedTuple):
 
     state: TrainState
     history: TrainHistory = NO_HISTORY
-    status: Status = "finished"
+    status: TrainingStatus = "finished"
 
 
 @functools.lru_cache
@@ -198,7 +197,7 @@ def start(
 
 def train(
     key: PRNGKey,
-    stages: Sequence[Stage],
+    stages: Sequence[LossStage],
     evaluate: Callable[[Any, Any], tuple[Scalar, Scalar]],
     begun: Trained,
     fetch: Callable[[int, int, int | None], PyTree],
@@ -223,9 +222,8 @@ def train(
         stages: losses, with the step at which each ends; the last one ends training.
         evaluate: `evaluate(parameters, validation)`, a score that is the same for the same
             parameters, and its standard error, zero if it is exact. The parameters with the least
-            score are kept; of scores within `SIGNIFICANT` standard errors of the least, the last.
-            The best of many noisy scores is a lucky draw, and the last parameters are those at
-            which the decaying steps have settled.
+            score are kept. Scores within `SIGNIFICANT` standard errors of the least count as equal;
+            the latest of them is kept. The minimum of many noisy scores is biased.
         begun: the state and the history to continue from.
         fetch: `fetch(first, count, then)`, the argument `batches` of the losses for `count` steps.
             The next call begins with step `then`; `None` marks the last call.
@@ -278,7 +276,7 @@ def train(
 
 def _stopped(
     state: TrainState, history: TrainHistory, patience: int | None, chunk_size: int
-) -> Status | None:
+) -> TrainingStatus | None:
     """Return the status with which training ends at this chunk, `None` if it continues."""
     if np.all(to_hosts(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW):
         return "diverged"

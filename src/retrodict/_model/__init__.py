@@ -35,6 +35,8 @@ from retrodict._model.model import prepare_data_batch as prepare_data_batch
 from retrodict._model.model import prepare_data_row as prepare_data_row
 from retrodict._model.model import prepare_path as prepare_path
 from retrodict._model.model import require_model as require_model
+from retrodict._model.parameters import UNBOUNDED as UNBOUNDED
+from retrodict._model.parameters import AbstractConstrained as AbstractConstrained
 from retrodict._model.parameters import AbstractParameter as AbstractParameter
 from retrodict._model.parameters import AbstractTied as AbstractTied
 from retrodict._model.parameters import Bounded as Bounded

@@ -1,10 +1,11 @@
 """Parameters that stay in their domain while they are learned.
 
 A parameter stores an unconstrained array, which is optimised, and computes the constrained value
-from it. Models and kernels may hold parameters in place of arrays. Every verb calls `unwrap` once,
-at its entry, and works on plain arrays from there.
+from it. Models and kernels may hold parameters in place of arrays. Every function calls `unwrap`
+once, at its entry, and works on plain arrays from there.
 """
 
+import math
 from abc import abstractmethod
 from typing import Any, TypeVar
 
@@ -17,6 +18,9 @@ from jaxtyping import Array, Float, PyTree
 from retrodict._arrays import as_real_array, known_values
 
 T = TypeVar("T")
+
+UNBOUNDED = (-math.inf, math.inf)
+"""The domain of an array that is no parameter."""
 
 
 class AbstractParameter(eqx.Module):
@@ -41,6 +45,14 @@ class AbstractParameter(eqx.Module):
         """The constrained value."""
 
 
+class AbstractConstrained(AbstractParameter):
+    """A parameter that stores one unconstrained array, `raw`."""
+
+    @abstractmethod
+    def domain(self, index: tuple[int, ...]) -> tuple[float, float]:
+        """Return the open interval of the number that an entry of `raw` stands for."""
+
+
 class AbstractTied(AbstractParameter):
     """A parameter whose value is computed from other parts of its `AbstractWhole`."""
 
@@ -60,7 +72,7 @@ class AbstractWhole(eqx.Module):
     """A module with `AbstractTied` parameters, which `unwrap` computes from it."""
 
 
-class Positive(AbstractParameter):
+class Positive(AbstractConstrained):
     """A positive array, softplus of an unconstrained one.
 
     Example:
@@ -84,8 +96,12 @@ class Positive(AbstractParameter):
         """The positive array."""
         return _positive(self.raw)
 
+    def domain(self, index: tuple[int, ...]) -> tuple[float, float]:
+        """Return the interval of positive numbers."""
+        return 0.0, math.inf
 
-class Bounded(AbstractParameter):
+
+class Bounded(AbstractConstrained):
     """An array strictly between two bounds, a logistic function of an unconstrained one.
 
     Example:
@@ -126,8 +142,12 @@ class Bounded(AbstractParameter):
         # The logistic function rounds to 0 and 1 far out; the neighbours of the bounds are inside.
         return jnp.clip(value, np.nextafter(lower, upper), np.nextafter(upper, lower))
 
+    def domain(self, index: tuple[int, ...]) -> tuple[float, float]:
+        """Return the bounds."""
+        return self.lower, self.upper
 
-class StationaryCoefficients(AbstractParameter):
+
+class StationaryCoefficients(AbstractConstrained):
     """Coefficients φ_1, ..., φ_p of a stationary autoregression, by its partial autocorrelations.
 
     Any partial autocorrelations strictly between −1 and 1 belong to exactly one stationary
@@ -166,6 +186,10 @@ class StationaryCoefficients(AbstractParameter):
             coefficients.append(r)
         return jnp.stack(coefficients, axis=-1)
 
+    def domain(self, index: tuple[int, ...]) -> tuple[float, float]:
+        """Return the interval of a partial autocorrelation."""
+        return -1.0, 1.0
+
 
 def partial_autocorrelations(coefficients: Float[Array, "... p"]) -> Float[Array, "... p"]:
     """Compute the partial autocorrelations of an autoregression from its coefficients.
@@ -185,7 +209,7 @@ def partial_autocorrelations(coefficients: Float[Array, "... p"]) -> Float[Array
     return jnp.stack(partial[::-1], axis=-1)
 
 
-class PositiveTril(AbstractParameter):
+class PositiveTril(AbstractConstrained):
     """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
 
     Example:
@@ -214,6 +238,10 @@ class PositiveTril(AbstractParameter):
     def value(self) -> Float[Array, "d d"]:
         """The lower-triangular factor."""
         return jnp.tril(self.raw, -1) + jnp.diag(_positive(jnp.diagonal(self.raw)))
+
+    def domain(self, index: tuple[int, ...]) -> tuple[float, float]:
+        """Return the interval of positive numbers on the diagonal, and all numbers off it."""
+        return (0.0, math.inf) if index[0] == index[1] else UNBOUNDED
 
 
 class Frozen(AbstractParameter):

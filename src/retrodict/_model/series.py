@@ -1,8 +1,8 @@
 """One record of data, and the only validation of `ys`, `mask`, `inputs` and `length`.
 
-Every verb calls `prepare_series`, `prepare_batch` or `prepare_row` first, or one of the functions
-that check against a model or a family and call these. A NaN becomes a masked entry with a finite
-fill before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
+Every function calls `prepare_series`, `prepare_batch` or `prepare_row` first, or one of those that
+check against a model or a family and call these. A NaN becomes a masked entry with a finite fill
+before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
 """
 
 from typing import Any, TypeVar
@@ -65,6 +65,20 @@ class Series(eqx.Module):
     def rows(self) -> "Series":
         """The record without its length, so that every array has one row per time step."""
         return Series(self.ys, self.mask, self.inputs)
+
+    @property
+    def num_series(self) -> int:
+        """The number of series of a batch, padding included."""
+        return self.ys.shape[0]
+
+    def at(self, index: Any) -> "Series":
+        """Return some of the series of a batch, or some of its `rows`, along the leading axis."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def options(self) -> dict[str, Any]:
+        """Return `mask`, `inputs` and `length` as keyword arguments, next to `ys`."""
+        mask = True if self.mask is None else self.mask
+        return {"mask": mask, "inputs": self.inputs, "length": self.length}
 
     def exists(self) -> Bool[Array, "time"] | None:
         """Return which rows exist; `None` if all of them do."""
@@ -145,7 +159,7 @@ def prepare_batch(
     ys, mask, inputs, length = automatic((ys, mask, inputs, length))
     ys = as_real_array(ys, "ys", missing=True)
     if ys.ndim != 3:
-        # One series is validated as by any other verb, with the same messages.
+        # One series is validated as by any other function, with the same messages.
         length = length[0] if np.shape(length) == (1,) else length
         series = prepare_series(
             ys,
@@ -214,8 +228,8 @@ def prepare_row(
 def convert_row(y: Any, mask: Any, inputs: Any) -> tuple[Array, Array | None]:
     """Convert one row to arrays: the observation, NaN where an entry is missing, and the input.
 
-    Verbs that read a stream call it outside of their compiled programs, where values are known, and
-    `prepare_row` inside of them.
+    Functions that read a stream call it outside of their compiled programs, where values are known,
+    and `prepare_row` inside of them.
 
     Args:
         y: the observation, of shape `(obs,)`; NaN where an entry is missing.

@@ -10,7 +10,6 @@ import numpy as np
 from retrodict import bounds
 from retrodict._arrays import PRNGKey
 from retrodict._chains import AbstractBackwardChain
-from retrodict._learning import num_series, take
 from retrodict._model import Series, StateSpaceModel
 
 MOST_CHECKED = 8
@@ -77,11 +76,11 @@ def pick(tree: Any, index: int) -> Any:
 
 def run_references(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[SeriesReference]:
     """Compute references for some of the series, evenly spread over the batch."""
-    count = num_series(batch)
+    count = batch.num_series
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_CHECKED)).round().astype(int))
 
     def one(position: int) -> SeriesReference:
-        series, series_key = take(batch, position), jax.random.fold_in(key, position)
+        series, series_key = batch.at(position), jax.random.fold_in(key, position)
         return SeriesReference(position, series, bounds.find_reference(series_key, model, series))
 
     return [one(position) for position in chosen.tolist()]
@@ -109,7 +108,7 @@ def check_chains(
             each.series.ys,
             reference=each.reference,
             num_samples=NUM_SAMPLES,
-            **bounds.options_of(each.series),
+            **each.series.options(),
         )
         for each in references
     ]

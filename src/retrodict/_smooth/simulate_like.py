@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._learning import batch_for
-from retrodict._learning import num_series as count_series
 from retrodict._model import Series, StateSpaceModel, unwrap
 
 MOST_ROWS = 64
@@ -88,7 +87,7 @@ def simulate_batch(
 ) -> Simulated:
     """Simulate series as `simulate_like` does, from an unwrapped model and a prepared batch."""
     path_key, place_key = jax.random.split(key)
-    source = jnp.arange(count) % count_series(batch)
+    source = jnp.arange(count) % batch.num_series
     lengths = jnp.full(count, batch.ys.shape[1]) if batch.length is None else batch.length[source]
     num_rows = min(int(jnp.max(lengths)), most_rows)
     new_lengths = jnp.minimum(lengths, num_rows)

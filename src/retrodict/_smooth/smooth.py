@@ -13,14 +13,12 @@ from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import kalman_smoother
 from retrodict._expectations import BackwardSampling, ClosedForm, Marginals, marginals
 from retrodict._families import AbstractFamily, MixtureFamily, NonlinearFamily
-from retrodict._learning import FitResult, batch_for, fit, take
-from retrodict._learning import num_series as count_series
+from retrodict._learning import FitResult, batch_for, fit
 from retrodict._linearised import LinearisedPosterior, check_moments, iterated_smoother
 from retrodict._model import Series, StateSpaceModel, check_densities, is_linear_gaussian, unwrap
 from retrodict._smooth.check import BatchCheck, SeriesReference, check_chains, pick, run_references
 from retrodict._smooth.simulate_like import MOST_ROWS, NonFiniteSimulation, simulate_batch
 from retrodict._smooth.smoothed import Method, Smoothed
-from retrodict.bounds import options_of
 
 METHODS = ("auto", "exact", "linearised", "amortised")
 
@@ -152,7 +150,7 @@ def smooth(
     request = Request(plain, batch, family, check, training)
     answer_key, draw_key = jax.random.split(key)
     answer = _answer(answer_key, request, method)
-    moments = _marginals(draw_key, answer.chains, estimator, count_series(batch))
+    moments = _marginals(draw_key, answer.chains, estimator, batch.num_series)
     chains = answer.chains
     if jnp.ndim(ys) == 2:
         moments, chains = pick((moments, chains), 0)
@@ -208,7 +206,7 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
             "The check chooses the method: with check=False pass method='linearised' or"
             " 'amortised', or a trained family."
         )
-    if method == "auto" and _refusal(check_moments, model, take(batch, 0)) is not None:
+    if method == "auto" and _refusal(check_moments, model, batch.at(0)) is not None:
         method, prelude = "amortised", "The model has no moments to linearise by. "
     lacking = _refusal(check_densities, model, "A check by particles or a family")
     if lacking is not None:
@@ -346,7 +344,7 @@ def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
 
 def _over_series(verb: Callable[..., Any], batch: Series) -> Any:
     """Apply a verb of one series to a batch."""
-    return eqx.filter_vmap(lambda series: verb(series.ys, **options_of(series)))(batch)
+    return eqx.filter_vmap(lambda series: verb(series.ys, **series.options()))(batch)
 
 
 def _marginals(

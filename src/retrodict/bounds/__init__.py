@@ -24,7 +24,6 @@ from retrodict.bounds.hypotheses import h1_constants as h1_constants
 from retrodict.bounds.hypotheses import h2_constants as h2_constants
 from retrodict.bounds.reference import Reference as Reference
 from retrodict.bounds.reference import find_reference as find_reference
-from retrodict.bounds.reference import options_of as options_of
 from retrodict.bounds.reference import root_mean_square as root_mean_square
 
 __all__ = [

@@ -200,12 +200,6 @@ def log_mean_exp(values: np.ndarray) -> float:
     return float(logsumexp(values) - np.log(len(values)))
 
 
-def options_of(series: Series) -> dict[str, Any]:
-    """Return the keyword arguments that describe a prepared series to a verb."""
-    mask = True if series.mask is None else series.mask
-    return {"mask": mask, "inputs": series.inputs, "length": series.length}
-
-
 def _rows(series: Series) -> int:
     return series.num_times if series.length is None else int(series.length)
 
@@ -239,7 +233,7 @@ def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridP
             return None
         grid = Grid(jnp.asarray(low), jnp.asarray(high), points)
         try:
-            posterior = grid_smoother(model, series.ys, grid, throw=False, **options_of(series))
+            posterior = grid_smoother(model, series.ys, grid, throw=False, **series.options())
         except (TypeError, ValueError):
             return None
         code = int(posterior.status)
@@ -316,7 +310,7 @@ def _modes(key: PRNGKey, model: StateSpaceModel, series: Series, paths: Array) -
     """Find local solutions of linearised smoothers from prior paths and reflections."""
     try:
         check_moments(model, series)
-        first = iterated_smoother(model, series.ys, **options_of(series)).chain.marginals()
+        first = iterated_smoother(model, series.ys, **series.options()).chain.marginals()
     except (TypeError, ValueError):
         return []
     centre, spread = jnp.mean(paths, axis=0), jnp.std(paths, axis=0)

@@ -206,9 +206,7 @@ def score_terms(
     """Return the terms of sᵀ K₀⁻¹ s with s = ∇ log q − ∇ log p(·, y), along each path."""
 
     def difference(path: Array) -> Scalar:
-        joint = model.log_joint(
-            path, series.ys, mask=True if series.mask is None else series.mask, inputs=series.inputs
-        )
+        joint = model.log_joint(path, series.ys, **series.rows.options())
         return chain.log_prob(path) - joint
 
     return jax.lax.map(

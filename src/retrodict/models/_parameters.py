@@ -1,6 +1,5 @@
 """Parameters of a model by name: getting, setting and fixing them."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,18 +13,15 @@ from jaxtyping import Array
 from retrodict._arrays import as_real_array
 from retrodict._interface import ModelError, nearest
 from retrodict._model import (
+    UNBOUNDED,
+    AbstractConstrained,
     AbstractParameter,
     Bounded,
     Frozen,
-    Positive,
-    PositiveTril,
     StateSpaceModel,
     StationaryCoefficients,
 )
 from retrodict.models._equations import AbstractNamed
-
-CONSTRAINED = (Positive, PositiveTril, Bounded, StationaryCoefficients)
-"""Parameters that hold one unconstrained array."""
 
 ENTRY = re.compile(r"(?P<name>.*)\[(?P<index>\d+(?:,\d+)*)\]")
 
@@ -108,13 +104,11 @@ def parameter_domains(model: StateSpaceModel) -> dict[str, tuple[float, float]]:
 
 
 def _domain(node: Any, index: tuple[int, ...]) -> tuple[float, float]:
-    if isinstance(node, Bounded):
-        return node.lower, node.upper
-    if isinstance(node, StationaryCoefficients) and index[-1] == node.raw.shape[-1] - 1:
-        return -1.0, 1.0  # the last coefficient is a partial autocorrelation; the others are free
-    if isinstance(node, Positive) or (isinstance(node, PositiveTril) and len(set(index)) == 1):
-        return 0.0, math.inf
-    return -math.inf, math.inf
+    if not isinstance(node, AbstractConstrained):
+        return UNBOUNDED
+    if isinstance(node, StationaryCoefficients) and index[-1] < node.raw.shape[-1] - 1:
+        return UNBOUNDED  # of the coefficients, only the last is a partial autocorrelation
+    return node.domain(index)
 
 
 def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateSpaceModel:
@@ -199,7 +193,7 @@ def _walk(node: Any, path: tuple[Any, ...], short: str | None, fixed: bool) -> I
     if isinstance(node, Frozen):
         tree = jax.tree_util.GetAttrKey("tree")
         yield from _walk(node.tree, (*path, tree), short, True)
-    elif isinstance(node, CONSTRAINED) or eqx.is_inexact_array(node):
+    elif isinstance(node, AbstractConstrained) or eqx.is_inexact_array(node):
         yield _Place(path, short, node, fixed)
     elif node is not None:
         children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
@@ -217,7 +211,7 @@ def _with_nodes(model: StateSpaceModel, nodes: Mapping[tuple[Any, ...], Any]) ->
     return jax.tree_util.tree_map_with_path(
         lambda path, node: nodes.get(path, node),
         model,
-        is_leaf=lambda node: isinstance(node, CONSTRAINED),
+        is_leaf=lambda node: isinstance(node, AbstractConstrained),
     )
 
 
@@ -240,8 +234,8 @@ def _replaced(name: str, node: Any, value: Any) -> Any:
             raise ValueError("it must be finite")
         if isinstance(node, Bounded):
             return Bounded(array, node.lower, node.upper)
-        if isinstance(node, (Positive, PositiveTril, StationaryCoefficients)):
-            return type(node)(array)
+        if isinstance(node, AbstractConstrained):
+            return type(node)(array)  # pyright: ignore
         return array
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")

@@ -4,7 +4,6 @@ All streams follow one protocol, `AbstractStream`: `init`, `update` and `scan`.
 """
 
 from retrodict.online.fixed_lag import FixedLag as FixedLag
-from retrodict.online.fixed_lag import LagMoments as LagMoments
 from retrodict.online.fixed_lag import LagOutput as LagOutput
 from retrodict.online.fixed_lag import LagRows as LagRows
 from retrodict.online.fixed_lag import LagState as LagState
@@ -13,7 +12,6 @@ from retrodict.online.gradient import RowGradient as RowGradient
 from retrodict.online.gradient import recursive_gradient as recursive_gradient
 from retrodict.online.kalman import KalmanScore as KalmanScore
 from retrodict.online.learner import LaggedLearner as LaggedLearner
-from retrodict.online.learner import LaggedLearnerOutput as LaggedLearnerOutput
 from retrodict.online.learner import LaggedLearnerState as LaggedLearnerState
 from retrodict.online.learner import LearnerOutput as LearnerOutput
 from retrodict.online.learner import LearnerState as LearnerState

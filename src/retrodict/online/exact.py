@@ -16,7 +16,7 @@ from retrodict._arrays import Scalar
 from retrodict._expectations import LogJoint, Recursive, RecursiveState
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
 from retrodict._model import Gaussian
-from retrodict.online.followed import Arrival, Followed, Sums
+from retrodict.online.quantities import Quantities, RowFactors, Sums
 
 
 class BoundState(eqx.Module):
@@ -45,7 +45,7 @@ class ExactStatistics(eqx.Module):
     functionals: dict[str, RecursiveState]
 
 
-def check_exact(family: AbstractFamily, followed: Followed) -> None:
+def check_exact(family: AbstractFamily, quantities: Quantities) -> None:
     """Raise unless the quadratic recursion applies.
 
     Raises:
@@ -57,9 +57,9 @@ def check_exact(family: AbstractFamily, followed: Followed) -> None:
             "Recursive() expects a family with linear-Gaussian kernels, got"
             f" {type(family).__name__}.{remedy}"
         )
-    named: dict[str, Any] = dict(followed.functionals)
-    if followed.model is not None:
-        named["the lower bound"] = LogJoint(followed.model)
+    named: dict[str, Any] = dict(quantities.functionals)
+    if quantities.model is not None:
+        named["the lower bound"] = LogJoint(quantities.model)
     for name, functional in named.items():
         for term in functional.terms():
             if not term.quadratic:
@@ -73,24 +73,24 @@ class ExactRecursion(NamedTuple):
     """The recursion of quadratic statistics.
 
     Attributes:
-        followed: the lower bound and functionals to compute.
+        quantities: the lower bound and functionals to compute.
     """
 
-    followed: Followed
+    quantities: Quantities
 
-    def start(self, at: Arrival, key: Any) -> tuple[ExactStatistics, Sums, None]:
+    def start(self, at: RowFactors, key: Any) -> tuple[ExactStatistics, Sums, None]:
         """Return the statistics after the first row, and their expectations."""
-        states = self.followed.map(lambda h, data: Recursive().init(h, at.law, data), at.data)
+        states = self.quantities.map(lambda h, data: Recursive().init(h, at.law, data), at.data)
         terminal = at.law.entropy()
         return *_centred(states, jnp.zeros_like(terminal), terminal), None
 
     def advance(
-        self, statistics: ExactStatistics, at: Arrival, key: Any
+        self, statistics: ExactStatistics, at: RowFactors, key: Any
     ) -> tuple[ExactStatistics, Sums, None]:
         """Return the statistics after one more row, and what it adds to their expectations."""
         bound = statistics.bound
         before = Sums(None if bound is None else bound.joint, statistics.functionals)
-        states = self.followed.map(
+        states = self.quantities.map(
             lambda h, data, state: Recursive().update(h, state, at.law, at.step, data),
             at.data,
             before,

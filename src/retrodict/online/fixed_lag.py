@@ -13,15 +13,20 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._arrays import PRNGKey, check_count, is_concrete
-from retrodict._expectations import BackwardSampling, ClosedForm, marginals, moments_over_paths
+from retrodict._expectations import (
+    BackwardSampling,
+    ClosedForm,
+    Marginals,
+    marginals,
+    moments_over_paths,
+)
 from retrodict._families import (
     AbstractFamily,
     AbstractLinearGaussianFamily,
     AbstractSampledFamily,
     Factor,
-    Row,
     factors,
-    rows_of,
+    read_row,
 )
 from retrodict._model import LinearGaussianKernel, Series, unwrap
 from retrodict._numerics import linalg
@@ -41,22 +46,6 @@ Affine: TypeAlias = tuple[Array, ...]
 """The weight, the bias and the noise covariance of an affine map with Gaussian noise."""
 
 
-class LagMoments(eqx.Module):
-    """Means and covariances of states, with a leading axis `time` for several rows.
-
-    Attributes:
-        mean: the mean, of shape `(state,)`.
-        covariance: the covariance, of shape `(state, state)`.
-        mean_standard_error: the standard error of `mean`; zero if the mean is exact.
-        covariance_standard_error: the standard error of `covariance`; zero if it is exact.
-    """
-
-    mean: Float[Array, "... state"]
-    covariance: Float[Array, "... state state"]
-    mean_standard_error: Float[Array, "... state"]
-    covariance_standard_error: Float[Array, "... state state"]
-
-
 class LagRows(eqx.Module):
     """Smoothed rows of a stream.
 
@@ -67,12 +56,22 @@ class LagRows(eqx.Module):
             ended.
     """
 
-    smoothed: LagMoments
+    smoothed: Marginals
     row: Int[Array, "..."]
     ready: Bool[Array, "..."]
 
 
-class LagOutput(eqx.Module):
+class AbstractLagOutput(eqx.Module):
+    """What all outputs of a fixed lag contain; see `LagOutput`."""
+
+    filtered: Marginals
+    smoothed: Marginals
+    row: Int[Array, "..."]
+    ready: Bool[Array, "..."]
+    skipped: Bool[Array, "..."]
+
+
+class LagOutput(AbstractLagOutput):
     """The output after row k of a stream, with a leading axis `time` for several rows.
 
     Attributes:
@@ -82,12 +81,6 @@ class LagOutput(eqx.Module):
         ready: whether k ≥ lag.
         skipped: whether row k was read as missing, since it made a result non-finite.
     """
-
-    filtered: LagMoments
-    smoothed: LagMoments
-    row: Int[Array, "..."]
-    ready: Bool[Array, "..."]
-    skipped: Bool[Array, "..."]
 
 
 class LagState(eqx.Module):
@@ -191,14 +184,13 @@ class FixedLag(AbstractStream[LagState, LagOutput]):
         return isinstance(self.family, AbstractSampledFamily)
 
 
-def factor_shapes(family: Any, dtype: Any) -> tuple[Factor, Row]:
+def factor_shapes(family: Any, dtype: Any) -> tuple[Factor, Series]:
     """Return the shapes of the factors of one row of an unwrapped family, and of the row."""
 
-    def read() -> tuple[Factor, Row]:
+    def read() -> tuple[Factor, Series]:
         inputs = jnp.zeros(family.input_dim, dtype) if family.input_dim else None
-        row = Row(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), inputs)
-        before, embedded = family.init(), family.embed(row)
-        return family.read(before, family.advance(before, embedded), embedded), row
+        row = Series(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), inputs)
+        return read_row(family, family.init(), row)[1], row
 
     return jax.eval_shape(read)
 
@@ -223,7 +215,7 @@ def advance_lag(
     n, lag = series.num_times, lagged.lag
     count: Any = series.length
     exists: Any = series.exists()
-    factor, after = factors(family, state.family, rows_of(series), exists)
+    factor, after = factors(family, state.family, series)
     kernels, times = factor.kernel, state.num_read + jnp.arange(n)
     if isinstance(kernels, LinearGaussianKernel):
         kernels = jax.vmap(lambda first, kernel: choose(first, _identity_like(kernel), kernel))(
@@ -234,7 +226,7 @@ def advance_lag(
         smoothed = _pushed_back(steps, factor.law, lag)
     else:
 
-        def at_row(at: tuple[Array, Any, Array]) -> LagMoments:
+        def at_row(at: tuple[Array, Any, Array]) -> Marginals:
             index, law, time = at
             window = jax.tree.map(
                 lambda leaf: lax.dynamic_slice_in_dim(leaf, index, lag + 1), steps
@@ -245,7 +237,7 @@ def advance_lag(
             return moments_of_paths(family, window, law, lagged.num_samples, key, first)
 
         smoothed = lax.map(at_row, (jnp.arange(n), factor.law, times))
-    filtered = exact_moments(factor.law.mean, factor.law.covariance)
+    filtered = Marginals.exact(factor.law.mean, factor.law.covariance)
     filtered, smoothed = nan_where_absent(exists, (filtered, smoothed))
     ready = (times >= lag) & exists
     next_state = LagState(
@@ -259,7 +251,7 @@ def advance_lag(
     return next_state, LagOutput(filtered, smoothed, row, ready, skipped), factor
 
 
-def _pushed_back(kernels: LinearGaussianKernel, laws: Any, lag: int) -> LagMoments:
+def _pushed_back(kernels: LinearGaussianKernel, laws: Any, lag: int) -> Marginals:
     """Push the law of each row back through the `lag` kernels that end with its own.
 
     Windows of kernels are composed for all rows at once: a window of 2w kernels from two of w, and
@@ -276,7 +268,7 @@ def _pushed_back(kernels: LinearGaussianKernel, laws: Any, lag: int) -> LagMomen
         power, width = _join(power, power, width), 2 * width
     # The first window ends before the first of the rows.
     window = tuple(leaf[-laws.mean.shape[0] :] for leaf in window)
-    return exact_moments(*jax.vmap(push_forward)(window, laws.mean, laws.covariance))
+    return Marginals.exact(*jax.vmap(push_forward)(window, laws.mean, laws.covariance))
 
 
 def push_forward(
@@ -309,12 +301,12 @@ def _chain(family: Any, steps: PyTree, law: Any) -> Any:
     """Return the chain of all kernels but the first that ends with a law, the only one it uses."""
     num_times = jax.tree.leaves(steps)[0].shape[0]
     laws = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_times, *leaf.shape)), law)
-    return family.assemble(Factor(laws, steps), None, None)
+    return family.assemble(Factor(laws, steps), None)
 
 
 def moments_of_paths(
     family: Any, steps: PyTree, law: Any, num_samples: int, key: PRNGKey, first: Any = 0
-) -> LagMoments:
+) -> Marginals:
     """Average the conditional moments of one state over paths drawn back from a law.
 
     Args:
@@ -333,7 +325,7 @@ def moments_of_paths(
         for leaf in (trace.means, trace.covariances)
     )
     moments = moments_over_paths(means, covariances, jnp.ones((num_samples, 1), means.dtype))
-    return LagMoments(**jax.tree.map(lambda leaf: leaf[0], vars(moments)))
+    return jax.tree.map(lambda leaf: leaf[0], moments)
 
 
 @eqx.filter_jit
@@ -345,10 +337,4 @@ def _flush(lagged: FixedLag, state: LagState) -> LagRows:
     estimator = BackwardSampling(lagged.num_samples) if lagged.draws else ClosedForm()
     moments = marginals(chain, estimator=estimator, key=key)
     rows = state.num_read - lagged.lag + jnp.arange(lagged.lag)
-    smoothed = nan_where_absent(rows >= 0, LagMoments(**vars(moments)))
-    return LagRows(smoothed, rows, rows >= 0)
-
-
-def exact_moments(mean: Array, covariance: Array) -> LagMoments:
-    """Return moments with a standard error of zero."""
-    return LagMoments(mean, covariance, jnp.zeros_like(mean), jnp.zeros_like(covariance))
+    return LagRows(nan_where_absent(rows >= 0, moments), rows, rows >= 0)

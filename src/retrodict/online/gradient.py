@@ -1,71 +1,25 @@
 """Recursive gradients of the ELBO along a stream, in memory that does not grow."""
 
 from abc import abstractmethod
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict._arrays import PRNGKey, check_key
-from retrodict._families import AbstractFactorFamily, Factor, Row, check_fits, rows_of
+from retrodict._families import AbstractFactorFamily, Factor, check_fits
+from retrodict._learning import Learn, Parts, partition
 from retrodict._model import (
-    Frozen,
     Series,
     StateSpaceModel,
     check_densities,
-    learnable,
     prepare_data,
     repeat_last_row,
     unwrap,
 )
 from retrodict.online.stream import cast, complete, read_in_loop
-
-Learn = Literal["family", "model", "both"]
-
-_CHOICES = {"family": (True, False), "model": (False, True), "both": (True, True)}
-
-
-class Parts(NamedTuple):
-    """A pair (family, model), partitioned into learned and fixed leaves.
-
-    Attributes:
-        parameters: the pair with `None` for all fixed leaves.
-        fixed: the pair with `None` for all learned leaves.
-    """
-
-    parameters: PyTree
-    fixed: PyTree
-
-    @property
-    def whole(self) -> tuple[Any, StateSpaceModel]:
-        """The family and the model, in plain arrays."""
-        return unwrap(eqx.combine(self.parameters, self.fixed))
-
-    @property
-    def vector(self) -> Float[Array, "parameter"]:
-        """The parameters as one vector, those of the family first."""
-        return ravel_pytree(self.parameters)[0]
-
-    @property
-    def num_family(self) -> int:
-        """The number of entries of the vector that belong to the family."""
-        return ravel_pytree(self.parameters[0])[0].shape[0]
-
-    @property
-    def dtype(self) -> Any:
-        """The floating type of the parameters."""
-        return jnp.result_type(*jax.tree.leaves(self.parameters))
-
-    def unravel(self, vector: Float[Array, "parameter"]) -> PyTree:
-        """Return a vector in the structure of the parameters."""
-        return ravel_pytree(self.parameters)[1](vector)
-
-    def at(self, vector: Float[Array, "parameter"]) -> tuple[Any, StateSpaceModel]:
-        """Return the family and the model at a vector of parameters, in plain arrays."""
-        return Parts(self.unravel(vector), self.fixed).whole
 
 
 def parts_of(
@@ -74,55 +28,14 @@ def parts_of(
     learn: Learn | PyTree,
     owner: str,
 ) -> Parts:
-    """Partition a family and a model into learned and fixed leaves.
-
-    `Frozen` parts stay fixed. Scales of a model that is learned by name stay positive.
-
-    Args:
-        family: a family, or `None` where only the model is learned.
-        model: the model.
-        learn: `"family"`, `"model"`, `"both"`, or a pytree of booleans over (family, model).
-        owner: the name of the caller, for messages.
-    """
+    """Return `partition` for a checked family and model, of which something is learned."""
     check_kinds(family, model, owner)
-    chosen: Any = learn
-    if isinstance(learn, str):
-        if learn not in _CHOICES:
-            raise ValueError(
-                f"{owner} expects learn 'family', 'model', 'both' or a pytree of booleans over"
-                f" (family, model), got {learn!r}."
-            )
-        chosen = _CHOICES[learn]
-        model = model if learn == "family" else learnable(model)
-    pair = (family, model)
-    try:
-        moving = jax.tree.map(
-            lambda keep, part: jax.tree.map(lambda arrays: bool(keep) and arrays, _arrays(part)),
-            chosen,
-            pair,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{owner} expects learn to be a pytree of booleans of the structure of (family, model),"
-            " or of the top of it. " + str(error)
-        ) from error
-    parts = Parts(*eqx.partition(pair, moving))
+    parts = partition(family, model, learn, owner)
     if not jax.tree.leaves(parts.parameters):
         raise ValueError(
             f"{owner} has nothing to learn: learn={learn!r} selects no floating-point array."
         )
     return parts
-
-
-def _arrays(part: Any) -> PyTree:
-    """Return true at each array that can be learned: of a floating type, and not `Frozen`."""
-
-    def may_move(leaf: Any) -> Any:
-        if isinstance(leaf, Frozen):
-            return jax.tree.map(lambda _: False, leaf)
-        return eqx.is_inexact_array(leaf)
-
-    return jax.tree.map(may_move, part, is_leaf=lambda leaf: isinstance(leaf, Frozen))
 
 
 def check_kinds(family: Any, model: Any, owner: str) -> None:
@@ -193,18 +106,18 @@ class AbstractRecursiveGradient(eqx.Module):
 
     @abstractmethod
     def update(
-        self, parts: Parts, state: PyTree, row: Row, key: PRNGKey
+        self, parts: Parts, state: PyTree, row: Series, key: PRNGKey
     ) -> tuple[PyTree, RowGradient]:
         """Read one row.
 
         Args:
             parts: the family and the model, at the parameters to differentiate at.
             state: the state that `init` or the previous call returned.
-            row: the row, with a boolean `seen`.
+            row: the row, with a `mask`.
             key: a typed key for the draws of this row.
         """
 
-    def unseen(self, state: PyTree) -> PyTree:
+    def mark_rows_missing(self, state: PyTree) -> PyTree:
         """Return the state with the stored rows marked as missing.
 
         A learner continues from it if no finite step follows from these rows, since later steps
@@ -276,7 +189,7 @@ def _at_each_row(
         row, k = at
         return gradient.update(parts, state, row, jax.random.fold_in(key, k))
 
-    rows = (rows_of(series), jnp.arange(series.num_times))
+    rows = (series.rows, jnp.arange(series.num_times))
     _, out = read_in_loop(read, gradient.init(parts), rows, series.length)
     exists: Any = series.exists()
     return repeat_last_row(out, exists)

@@ -10,10 +10,11 @@ from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, Scalar
 from retrodict._exact import reduce_rows, whiten
-from retrodict._families import Factor, Row
+from retrodict._families import Factor
 from retrodict._model import (
     Gaussian,
     LinearGaussianKernel,
+    Series,
     StateSpaceModel,
     dense_scale,
     is_linear_gaussian,
@@ -80,7 +81,7 @@ class KalmanScore(AbstractRecursiveGradient):
         return KalmanScoreState(law, sensitivity, none, jnp.zeros((), bool))
 
     def update(
-        self, parts: Parts, state: KalmanScoreState, row: Row, key: PRNGKey
+        self, parts: Parts, state: KalmanScoreState, row: Series, key: PRNGKey
     ) -> tuple[KalmanScoreState, RowGradient]:
         """Filter one row, and update the derivatives."""
         vector, true = parts.vector, jnp.ones((), bool)
@@ -113,23 +114,23 @@ def _prior(model: StateSpaceModel) -> GaussianLaw:
 
 
 def _filter(
-    model: Any, before: GaussianLaw, started: Array, row: Row
+    model: Any, before: GaussianLaw, started: Array, row: Series
 ) -> tuple[GaussianLaw, Scalar]:
     """Return the filtering law after a row, and log p(y_k | y_{0:k-1}) of its observed entries."""
-    transition, emission = model.transition.at(row.u), model.emission.at(row.u)
+    transition, emission = model.transition.at(row.inputs), model.emission.at(row.inputs)
     moved, _ = predict(
         before, transition.weight, transition.bias, dense_scale(transition.scale_tril)
     )
     predicted = choose(started, moved, _prior(model))
     design, value, constant = whiten(
-        emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
+        emission.weight, emission.scale_tril, row.ys - emission.bias, row.mask
     )
     law, innovation = condition(predicted, *reduce_rows(design, value))
     return law, innovation.log_prob + constant
 
 
-def _factor(model: Any, before: GaussianLaw, law: GaussianLaw, row: Row) -> Factor:
+def _factor(model: Any, before: GaussianLaw, law: GaussianLaw, row: Series) -> Factor:
     """Return the filtering law, and the transition reversed under the previous law."""
-    transition = model.transition.at(row.u)
+    transition = model.transition.at(row.inputs)
     back = reverse(before, transition.weight, transition.bias, dense_scale(transition.scale_tril))
     return Factor(Gaussian(*law), LinearGaussianKernel(*back))

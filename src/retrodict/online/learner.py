@@ -1,5 +1,6 @@
 """Learning a family and a model from one stream, row by row, in memory that does not grow."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,23 +12,21 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, check_count
+from retrodict._expectations import Marginals
 from retrodict._families import (
     AbstractFactorFamily,
     AbstractFamily,
     Factor,
     KalmanFamily,
-    Row,
-    rows_of,
 )
 from retrodict._model import LinearGaussianKernel, Series, StateSpaceModel, dense_scale, unwrap
 from retrodict._numerics import linalg
 from retrodict.online.fixed_lag import (
+    AbstractLagOutput,
     FixedLag,
-    LagMoments,
     LagRows,
     LagState,
     advance_lag,
-    exact_moments,
     moments_of_paths,
     push_forward,
 )
@@ -72,23 +71,23 @@ class LearnerState(eqx.Module):
     key: PRNGKey
 
 
-class LearnerOutput(eqx.Module):
+class LearnerOutput(AbstractLagOutput):
     """The output after row k of a stream, with a leading axis `time` for several rows.
 
     Attributes:
         filtered: the moments of q_k, the law of x_k given y_{0:k}, before the optimiser step of
             this row; before the last step if there are several.
-        smoothed: the moments of x_{k-1} given y_{0:k}; NaN at the first row.
+        smoothed: the moments of x_{k-lag} given y_{0:k}, with lag 1 for an `OnlineLearner`. While
+            k < lag, those of x_0 by a `LaggedLearner`, and NaN by an `OnlineLearner`.
+        row: the row that `smoothed` belongs to, max(k − lag, 0).
+        ready: whether k ≥ lag.
+        skipped: whether the row was skipped, since a result was non-finite.
         elbo_increment: what the row added to the ELBO, in nats.
         gradient_norm: the norm of the gradient of the step, zero at rows without a step.
-        skipped: whether the row was skipped, since a result was non-finite.
     """
 
-    filtered: LagMoments
-    smoothed: LagMoments
     elbo_increment: Float[Array, "..."]
     gradient_norm: Float[Array, "..."]
-    skipped: Bool[Array, "..."]
 
 
 class StepResult(NamedTuple):
@@ -201,12 +200,12 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
     def _advance(
         self, state: LearnerState, series: Series, data: PyTree
     ) -> tuple[LearnerState, LearnerOutput]:
-        rows = rows_of(cast(series, self.parts.dtype))
+        rows = cast(series, self.parts.dtype).rows
         return read_in_loop(self.learn, state, rows, series.length)
 
     # Jitted separately, so that it is traced once, for its shapes and for its loop.
     @eqx.filter_jit
-    def learn(self, state: LearnerState, row: Row) -> tuple[LearnerState, LearnerOutput]:
+    def learn(self, state: LearnerState, row: Series) -> tuple[LearnerState, LearnerOutput]:
         """Read one row and take the optimiser steps."""
         key = jax.random.fold_in(state.key, state.num_read.astype(jnp.uint32))
         carry = (state.parameters, state.optimiser)
@@ -222,7 +221,9 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
             carry, results = lax.scan(step, carry, steps)
             last = jax.tree.map(lambda leaf: leaf[-1], results)
         # If only the step is non-finite, an earlier row may be the cause.
-        fallback = choose(last.finite_row, self.gradient.unseen(state.gradient), state.gradient)
+        fallback = choose(
+            last.finite_row, self.gradient.mark_rows_missing(state.gradient), state.gradient
+        )
         gradient = choose(last.finite, last.gradient, fallback)
         num_skipped = state.num_skipped + jnp.where(last.finite, 0, 1)
         parameters, optimiser = carry
@@ -230,14 +231,15 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
             parameters, optimiser, gradient, state.num_read + 1, num_skipped, state.key
         )
         family, _ = Parts(state.parameters, self.parts.fixed).whole
-        filtered = exact_moments(last.factor.law.mean, last.factor.law.covariance)
+        filtered = Marginals.exact(last.factor.law.mean, last.factor.law.covariance)
         smoothed = _smoothed(family, last.factor, jax.random.fold_in(key, self.steps_per_row))
-        smoothed = jax.tree.map(lambda leaf: jnp.where(state.num_read > 1, leaf, jnp.nan), smoothed)
-        out = LearnerOutput(filtered, smoothed, last.elbo_increment, last.norm, ~last.finite)
-        return state, out
+        ready = state.num_read > 1
+        smoothed = jax.tree.map(lambda leaf: jnp.where(ready, leaf, jnp.nan), smoothed)
+        lag = (filtered, smoothed, jnp.maximum(state.num_read - 2, 0), ready, ~last.finite)
+        return state, LearnerOutput(*lag, last.elbo_increment, last.norm)
 
     def _step(
-        self, before: PyTree, row: Row, key: PRNGKey, carry: tuple
+        self, before: PyTree, row: Series, key: PRNGKey, carry: tuple
     ) -> tuple[tuple, StepResult]:
         """Take one optimiser step, unless it is non-finite or the row has no gradient."""
         parameters, optimiser = carry
@@ -264,13 +266,13 @@ def default_optimiser() -> optax.GradientTransformation:
     return optax.flatten(optax.chain(optax.clip_by_global_norm(10.0), optax.adam(1e-3)))
 
 
-def _smoothed(family: Any, factor: Factor, key: PRNGKey) -> LagMoments:
+def _smoothed(family: Any, factor: Factor, key: PRNGKey) -> Marginals:
     """Return the moments of x_{k-1} given y_{0:k}: q_k pushed back through the last kernel."""
     law, kernel = factor.law, factor.kernel
     if isinstance(kernel, LinearGaussianKernel):
         noise = linalg.outer_gram(dense_scale(kernel.scale_tril))
         affine = (kernel.weight, kernel.bias, noise)
-        return exact_moments(*push_forward(affine, law.mean, law.covariance))
+        return Marginals.exact(*push_forward(affine, law.mean, law.covariance))
     steps = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), kernel)
     return moments_of_paths(family, steps, law, NUM_DRAWS, key)
 
@@ -287,32 +289,10 @@ class LaggedLearnerState(eqx.Module):
     lag: LagState
 
 
-class LaggedLearnerOutput(eqx.Module):
-    """The output after row k of a stream, with a leading axis `time` for several rows.
-
-    Attributes:
-        filtered: the moments of q_k, the law of x_k given y_{0:k}.
-        smoothed: the moments of x_{k-lag} given y_{0:k}; those of x_0 while k < lag.
-        row: the row that `smoothed` belongs to, max(k − lag, 0).
-        ready: whether k ≥ lag.
-        elbo_increment: what the row added to the ELBO, in nats.
-        gradient_norm: the norm of the gradient of the step, zero at rows without a step.
-        skipped: whether the row was skipped, since a result was non-finite.
-    """
-
-    filtered: LagMoments
-    smoothed: LagMoments
-    row: Int[Array, "..."]
-    ready: Bool[Array, "..."]
-    elbo_increment: Float[Array, "..."]
-    gradient_norm: Float[Array, "..."]
-    skipped: Bool[Array, "..."]
-
-
-class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
+class LaggedLearner(AbstractStream[LaggedLearnerState, LearnerOutput]):
     """An `OnlineLearner` together with the fixed-lag posterior of its stream.
 
-    Row k adds one filtering law q_k and one backward kernel q_{k-1|k}, both computed with the
+    Series k adds one filtering law q_k and one backward kernel q_{k-1|k}, both computed with the
     parameters before the step of that row; earlier laws and kernels stay as they are. The smoothed
     law at k − lag is q_k pushed back through the last `lag` kernels. It equals that of `FixedLag`
     as long as no parameter moves. Parts that all kernels of a family share, such as the network of
@@ -392,30 +372,23 @@ class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
 
     def _advance(
         self, state: LaggedLearnerState, series: Series, data: PyTree
-    ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
-        rows = rows_of(cast(series, self.learner.parts.dtype))
+    ) -> tuple[LaggedLearnerState, LearnerOutput]:
+        rows = cast(series, self.learner.parts.dtype).rows
         return read_in_loop(self._read, state, rows, series.length)
 
     def _read(
-        self, state: LaggedLearnerState, row: Row
-    ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
+        self, state: LaggedLearnerState, row: Series
+    ) -> tuple[LaggedLearnerState, LearnerOutput]:
         """Learn from one row, and smooth with the parameters before its step."""
         learner, learned = self.learner.learn(state.learner, row)
         # A row that the learner skips is smoothed as a missing row.
-        observed: Any = row.seen
-        row = row._replace(seen=observed & ~learned.skipped)
-        series = complete(Series(*jax.tree.map(lambda leaf: leaf[None], row)))
+        observed: Any = row.mask
+        row = dataclasses.replace(row, mask=observed & ~learned.skipped)
+        series = complete(jax.tree.map(lambda leaf: leaf[None], row))
         lag, out, _ = advance_lag(self._at(state.learner.parameters), state.lag, series)
         out = jax.tree.map(lambda leaf: leaf[0], out)
-        return LaggedLearnerState(learner, lag), LaggedLearnerOutput(
-            out.filtered,
-            out.smoothed,
-            out.row,
-            out.ready,
-            learned.elbo_increment,
-            learned.gradient_norm,
-            learned.skipped,
-        )
+        lagged = {**vars(learned), **vars(out), "skipped": learned.skipped}
+        return LaggedLearnerState(learner, lag), LearnerOutput(**lagged)
 
     def _at(self, parameters: PyTree) -> FixedLag:
         """Return the fixed-lag smoother at these parameters, in plain arrays."""

@@ -12,8 +12,8 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
-from retrodict._families import Factor, Row
-from retrodict._model import StateSpaceModel
+from retrodict._families import Factor
+from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.gradient import (
     AbstractRecursiveGradient,
@@ -22,7 +22,13 @@ from retrodict.online.gradient import (
     check_has_family,
 )
 from retrodict.online.samples import backward_law
-from retrodict.online.sensitivity import Followed, Reading, Sensitivity, check_sensitivity, follow
+from retrodict.online.sensitivity import (
+    DifferentiableRow,
+    StateDerivative,
+    StateWithJacobian,
+    check_sensitivity,
+    initial_state,
+)
 
 SAMPLES_PER_FEATURE = 3
 """The least number of samples per feature. With two, noise is amplified from row to row."""
@@ -110,14 +116,14 @@ class RandomFeatures(AbstractFeatures):
         return jnp.concatenate([QuadraticFeatures()(z), waves])
 
 
-class Frame(eqx.Module):
+class StandardCoordinates(eqx.Module):
     """Standard coordinates z = s⁻¹(x − m)."""
 
     location: Float[Array, "state"]
     scale: Float[Array, "state state"]
 
     @classmethod
-    def of(cls, law: Any) -> "Frame":
+    def of(cls, law: Any) -> "StandardCoordinates":
         """Return the coordinates in which a law has mean zero and unit covariance."""
         return cls(law.mean, linalg.cholesky(law.covariance))
 
@@ -131,7 +137,7 @@ class PathwiseState(eqx.Module):
 
     Attributes:
         family: the family's state and its derivative.
-        frame: the coordinates of the features.
+        coordinates: the coordinates of the features.
         value: the coefficients of T_k + log q_k in the features, less the ELBO.
         slope: those of its derivative in each parameter, less the part shared by all states.
         mean_slope: that part, summed over the rows.
@@ -139,8 +145,8 @@ class PathwiseState(eqx.Module):
         started: whether a row was read.
     """
 
-    family: Followed
-    frame: Frame
+    family: StateWithJacobian
+    coordinates: StandardCoordinates
     value: Float[Array, "feature"]
     slope: Float[Array, "feature parameter"]
     mean_slope: Float[Array, "parameter"]
@@ -179,7 +185,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
 
     num_samples: int = eqx.field(static=True)
     features: AbstractFeatures = eqx.field(default=None, converter=_or_quadratic, kw_only=True)
-    sensitivity: Sensitivity = eqx.field(static=True, default="exact", kw_only=True)
+    sensitivity: StateDerivative = eqx.field(static=True, default="exact", kw_only=True)
 
     def __check_init__(self) -> None:
         if check_count(self.num_samples, "num_samples") % 2:
@@ -211,8 +217,8 @@ class RecursivePathwise(AbstractRecursiveGradient):
         none, d = jnp.zeros_like(parts.vector), family.state_dim
         count = self._num_features(parts)
         return PathwiseState(
-            family=follow(parts),
-            frame=Frame(jnp.zeros(d, none.dtype), jnp.eye(d, dtype=none.dtype)),
+            family=initial_state(parts),
+            coordinates=StandardCoordinates(jnp.zeros(d, none.dtype), jnp.eye(d, dtype=none.dtype)),
             value=jnp.zeros(count, none.dtype),
             slope=jnp.zeros((count, none.shape[0]), none.dtype),
             mean_slope=none,
@@ -221,21 +227,21 @@ class RecursivePathwise(AbstractRecursiveGradient):
         )
 
     def update(
-        self, parts: Parts, state: PathwiseState, row: Row, key: PRNGKey
+        self, parts: Parts, state: PathwiseState, row: Series, key: PRNGKey
     ) -> tuple[PathwiseState, RowGradient]:
         """Draw pairs of states, and fit the functions of the later state."""
-        reading = Reading(parts, state.family, row, self.sensitivity)
-        law = reading.factor.law
-        frame = Frame.of(law)
+        current = DifferentiableRow(parts, state.family, row, self.sensitivity)
+        law = current.factor.law
+        coordinates = StandardCoordinates.of(law)
         here_key, back_key = jax.random.split(key)
         noise = self._opposite(here_key, law.noise_dim, law.mean.dtype)
         xs = jax.vmap(law.from_noise)(noise)
         targets, slopes = lax.cond(
             state.started,
-            lambda: self._later(reading, state, xs, back_key),
-            lambda: reading.first_terms(xs),
+            lambda: self._later(current, state, xs, back_key),
+            lambda: current.first_terms(xs),
         )
-        features = jax.vmap(lambda x: self.features(frame(x)))(xs)
+        features = jax.vmap(lambda x: self.features(coordinates(x)))(xs)
         fitted = _least_squares(features, jnp.concatenate([targets[:, None], slopes], axis=1))
         value, slope = fitted[:, 0], fitted[:, 1:]
         densities = jax.vmap(law.log_prob)(xs)
@@ -245,16 +251,16 @@ class RecursivePathwise(AbstractRecursiveGradient):
         def moved(family: Any, model: StateSpaceModel, read: Factor) -> Scalar:
             def gain(e: Array) -> Scalar:
                 x = read.law.from_noise(e)
-                return jnp.sum(self.features(frame(x)) * value) - law.log_prob(x)
+                return jnp.sum(self.features(coordinates(x)) * value) - law.log_prob(x)
 
             return jnp.mean(jax.vmap(gain)(noise))
 
-        terminal = reading.gradient(moved)
+        terminal = current.gradient(moved)
         value, slope = value.at[0].add(-level), slope.at[0].add(-mean)
         total, started = state.mean_slope + mean, jnp.ones((), bool)
         return (
-            PathwiseState(reading.after, frame, value, slope, total, terminal, started),
-            reading.row_gradient(level, total, mean, terminal, state.terminal),
+            PathwiseState(current.after, coordinates, value, slope, total, terminal, started),
+            current.row_gradient(level, total, mean, terminal, state.terminal),
         )
 
     def _opposite(self, key: PRNGKey, width: int, dtype: Any) -> Float[Array, "sample noise"]:
@@ -262,11 +268,15 @@ class RecursivePathwise(AbstractRecursiveGradient):
         return jnp.concatenate([half, -half])
 
     def _later(
-        self, reading: Reading, state: PathwiseState, xs: Float[Array, "sample state"], key: PRNGKey
+        self,
+        current: DifferentiableRow,
+        state: PathwiseState,
+        xs: Float[Array, "sample state"],
+        key: PRNGKey,
     ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
         """Return draws whose conditional means are V_k and its derivative."""
-        family, model = reading.parts.whole
-        factor, u = reading.factor, reading.row.u
+        family, model = current.parts.whole
+        factor, u = current.factor, current.row.inputs
         width = backward_law(family)(factor.kernel, xs[0]).noise_dim
         noise = self._opposite(key, width, xs.dtype)
 
@@ -275,13 +285,13 @@ class RecursivePathwise(AbstractRecursiveGradient):
 
             def target(family: Any, model: StateSpaceModel, read: Factor) -> Scalar:
                 before = backward_law(family)(read.kernel, x).from_noise(e)
-                past = jnp.sum(self.features(state.frame(before)) * state.value)
-                move = model.transition.log_prob(before, x, u) + reading.log_emission(model, x)
+                past = jnp.sum(self.features(state.coordinates(before)) * state.value)
+                move = model.transition.log_prob(before, x, u) + current.log_emission(model, x)
                 return past + move - kernel.log_prob(before)
 
             before = kernel.from_noise(e)
-            carried = linalg.matvec(state.slope.T, self.features(state.frame(before)))
-            return target(family, model, factor), reading.gradient(target) + carried
+            carried = linalg.matvec(state.slope.T, self.features(state.coordinates(before)))
+            return target(family, model, factor), current.gradient(target) + carried
 
         return jax.vmap(one)(xs, noise)
 

@@ -7,23 +7,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from retrodict._arrays import PRNGKey
 from retrodict._expectations import AbstractFunctional, Recursive
-from retrodict._families import AbstractFamily, Row
+from retrodict._families import AbstractFamily
 from retrodict._model import Series, StateSpaceModel, prepare_data, unwrap
 from retrodict.online.exact import ExactRecursion, check_exact
 from retrodict.online.fixed_lag import (
+    AbstractLagOutput,
     FixedLag,
-    LagMoments,
+    LagOutput,
     LagRows,
     LagState,
     advance_lag,
     factor_shapes,
 )
-from retrodict.online.followed import Arrival, Followed, Sums, kahan_add
 from retrodict.online.gradient import check_kinds
+from retrodict.online.quantities import Quantities, RowFactors, Sums, kahan_add
 from retrodict.online.samples import SampledRecursion, WeightedSamples, backward_law
 from retrodict.online.stream import (
     AbstractStream,
@@ -56,7 +57,7 @@ class RunningState(eqx.Module):
     key: Any
 
 
-class RunningOutput(eqx.Module):
+class RunningOutput(AbstractLagOutput):
     """The output after row k of a stream, with a leading axis `time` for several rows.
 
     Attributes:
@@ -74,17 +75,12 @@ class RunningOutput(eqx.Module):
         skipped: whether row k was read as missing, since it made a result non-finite.
     """
 
-    filtered: LagMoments
-    smoothed: LagMoments
-    row: Int[Array, "..."]
-    ready: Bool[Array, "..."]
     elbo: Any
     elbo_increment: Any
     elbo_standard_error: Any
     values: dict[str, PyTree]
     standard_errors: dict[str, PyTree]
     ess: Any
-    skipped: Bool[Array, "..."]
 
 
 class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
@@ -145,7 +141,7 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
 
     _takes_data: ClassVar[bool] = True
     lagged: FixedLag
-    followed: Followed
+    quantities: Quantities
     method: Recursive | WeightedSamples
     lag: int = eqx.field(static=True)
 
@@ -175,14 +171,14 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
                     "RunningPosterior expects functionals by name, such as {'sum': StateSum()}, got"
                     f" {type(functional).__name__} under {name!r}."
                 )
-        self.followed = Followed(model, named)
+        self.quantities = Quantities(model, named)
         self.method = Recursive() if method is None else method
         if model is not None:
             check_kinds(family, model, "RunningPosterior")
             inputs = jnp.zeros((1, family.input_dim)) if family.input_dim else None
             prepare_data(unwrap(model), jnp.zeros((1, family.obs_dim)), mask=True, inputs=inputs)
         if isinstance(self.method, Recursive):
-            check_exact(family, Followed(unwrap(model), named))
+            check_exact(family, Quantities(unwrap(model), named))
 
     def flush(self, state: RunningState) -> LagRows:
         """Return the last `lag` rows, given all rows that were read, as `FixedLag.flush` does."""
@@ -197,9 +193,8 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         family: Any = unwrap(self.lagged.family)
         factor, row = factor_shapes(family, float_type(self.lagged.family))
 
-        def begin(factor: Any, row: Row) -> tuple[Any, Sums]:
-            rows = self._rows(Series(row.y, row.seen, row.u), data)
-            at = Arrival(factor.law, factor.law, factor.kernel, rows)
+        def begin(factor: Any, row: Series) -> tuple[Any, Sums]:
+            at = RowFactors(factor.law, factor.law, factor.kernel, self._rows(row, data))
             return self._recursion(family).start(at, jax.random.key(0))[:2]
 
         statistics, totals = zeros_like_shapes(jax.eval_shape(begin, factor, row))
@@ -220,21 +215,21 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
 
     def _recursion(self, family: Any) -> ExactRecursion | SampledRecursion:
         # Functionals unwrap what they hold themselves.
-        followed = Followed(unwrap(self.followed.model), self.followed.functionals)
+        quantities = Quantities(unwrap(self.quantities.model), self.quantities.functionals)
         if isinstance(self.method, WeightedSamples):
-            return SampledRecursion(self.method, backward_law(family), followed)
-        return ExactRecursion(followed)
+            return SampledRecursion(self.method, backward_law(family), quantities)
+        return ExactRecursion(quantities)
 
     def _rows(self, series: Series, data: PyTree) -> Sums:
         """Return what the bound and each functional read."""
         named = {} if data is None else dict(data)
-        if unknown := sorted(set(named) - set(self.followed.functionals)):
-            known = ", ".join(sorted(self.followed.functionals)) or "none"
+        if unknown := sorted(set(named) - set(self.quantities.functionals)):
+            known = ", ".join(sorted(self.quantities.functionals)) or "none"
             raise ValueError(
                 f"data must be keyed by the names of functionals ({known}), got {unknown}."
             )
-        rows = {name: named.get(name, series) for name in self.followed.functionals}
-        return Sums(None if self.followed.model is None else series, rows)
+        rows = {name: named.get(name, series) for name in self.quantities.functionals}
+        return Sums(None if self.quantities.model is None else series, rows)
 
     def _try(
         self, state: RunningState, series: Series, data: PyTree
@@ -249,7 +244,7 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         def move(carry: tuple, row: tuple) -> tuple[tuple, tuple]:
             before, statistics, totals, residues = carry
             law, step, data, time, real = row
-            at = Arrival(before, law, step, data)
+            at = RowFactors(before, law, step, data)
             key: Any = None
             if state.key is not None:
                 key = jax.random.fold_in(state.key, time.astype(jnp.uint32))
@@ -273,20 +268,15 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         estimates, errors, increment, ess = nan_where_absent(
             exists, (estimates, errors, increment, ess)
         )
-        ready, smoothed, row = out.ready, out.smoothed, out.row
         if self.lag == 0:
-            ready, smoothed, row = exists, out.filtered, times
+            out = LagOutput(out.filtered, out.filtered, times, exists, out.skipped)
         output = RunningOutput(
-            out.filtered,
-            smoothed,
-            row,
-            ready,
-            estimates.elbo,
-            increment,
-            errors.elbo,
-            estimates.values,
-            errors.values,
-            ess,
-            out.skipped,
+            **vars(out),
+            elbo=estimates.elbo,
+            elbo_increment=increment,
+            elbo_standard_error=errors.elbo,
+            values=estimates.values,
+            standard_errors=errors.values,
+            ess=ess,
         )
         return RunningState(lag, statistics, sums[0], sums[1], state.key), output, finite

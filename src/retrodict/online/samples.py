@@ -33,7 +33,7 @@ from retrodict._arrays import PRNGKey, Scalar, check_count
 from retrodict._expectations import AbstractPairTerm, AbstractStateTerm
 from retrodict._families import AbstractFamily, AbstractSampledFamily
 from retrodict._model import LOG_2PI, LinearGaussianKernel, scale_log_det
-from retrodict.online.followed import Arrival, Followed, Sums
+from retrodict.online.quantities import Quantities, RowFactors, Sums
 from retrodict.particles import (
     LOG2_E,
     AbstractBackwardSampler,
@@ -150,20 +150,20 @@ class SampledRecursion(NamedTuple):
     Attributes:
         method: the number of draws, and their weights.
         law_of: the backward kernels, from `backward_law`.
-        followed: the lower bound and functionals to compute.
+        quantities: the lower bound and functionals to compute.
     """
 
     method: WeightedSamples
     law_of: BackwardLaw
-    followed: Followed
+    quantities: Quantities
 
-    def start(self, at: Arrival, key: PRNGKey) -> tuple[SampleStatistics, Sums, Scalar]:
+    def start(self, at: RowFactors, key: PRNGKey) -> tuple[SampleStatistics, Sums, Scalar]:
         """Return the statistics after the first row, their means, and the number of draws."""
         count = self.method.num_samples
 
         def one(key: PRNGKey) -> tuple[SampleStatistics, Sums]:
             xs = draw(at.law, key, count)
-            values = self.followed.map(
+            values = self.quantities.map(
                 lambda h, data: jax.vmap(lambda x: h.initial(x, data))(xs), at.data
             )
             return _centred(xs, values.less(jax.vmap(at.law.log_prob)(xs)))
@@ -172,7 +172,7 @@ class SampledRecursion(NamedTuple):
         return statistics, means, jnp.full((), count, statistics.samples.dtype)
 
     def advance(
-        self, statistics: SampleStatistics, at: Arrival, key: PRNGKey
+        self, statistics: SampleStatistics, at: RowFactors, key: PRNGKey
     ) -> tuple[SampleStatistics, Sums, Scalar]:
         """Return the next statistics, the increments of their means, and the ess of the weights."""
 
@@ -180,7 +180,7 @@ class SampledRecursion(NamedTuple):
             law_key, draw_key = jax.random.split(key)
             xs = draw(at.law, law_key, self.method.num_samples)
             # Terms of x_k alone need no expectation.
-            here = self.followed.map(
+            here = self.quantities.map(
                 lambda h, data: jax.vmap(lambda x: sum_of_terms(h, AbstractStateTerm, x, data))(xs),
                 at.data,
             )
@@ -205,13 +205,17 @@ class SampledRecursion(NamedTuple):
         return means, jax.tree.map(error, totals)
 
     def _carried(
-        self, before: SampleStatistics, at: Arrival, xs: Float[Array, "sample state"], key: PRNGKey
+        self,
+        before: SampleStatistics,
+        at: RowFactors,
+        xs: Float[Array, "sample state"],
+        key: PRNGKey,
     ) -> tuple[Sums, Scalar]:
         """Return the expectation of T_{k-1} and of the pair terms, and the mean ess."""
         befores, num_draws = before.samples, self.method.num_draws
 
         def increment(b: Array, x: Array, log_weight: Scalar) -> Sums:
-            pairs = self.followed.map(
+            pairs = self.quantities.map(
                 lambda h, data: sum_of_terms(h, AbstractPairTerm, b, x, data), at.data
             )
             return pairs.less(log_weight)
@@ -224,7 +228,7 @@ class SampledRecursion(NamedTuple):
                 befores,
                 xs,
                 TILE,
-                jax.nn.softmax if self.method.normalised else _unbiased,
+                jax.nn.softmax if self.method.normalised else _unbiased_weights,
             )
             return values, jnp.mean(ess)
 
@@ -238,7 +242,7 @@ class SampledRecursion(NamedTuple):
 
     def _indices(
         self,
-        at: Arrival,
+        at: RowFactors,
         befores: Float[Array, "sample state"],
         xs: Float[Array, "draw state"],
         key: PRNGKey,
@@ -315,7 +319,7 @@ def _centred(xs: Float[Array, "sample state"], values: Sums) -> tuple[SampleStat
     return SampleStatistics(xs, around), means
 
 
-def _unbiased(logs: Float[Array, "before"]) -> Float[Array, "before"]:
+def _unbiased_weights(logs: Float[Array, "before"]) -> Float[Array, "before"]:
     """Return weights of the previous draws whose averages are unbiased.
 
     With a_j what is averaged, w_j the weights, S their sum and b_j = Σ_{l≠j} w_l a_l / (S − w_j),

@@ -7,8 +7,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, check_count
-from retrodict._families import Factor, Row
-from retrodict._model import StateSpaceModel
+from retrodict._families import Factor
+from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.fixed_lag import factor_shapes
 from retrodict.online.gradient import (
@@ -18,7 +18,13 @@ from retrodict.online.gradient import (
     check_has_family,
 )
 from retrodict.online.samples import backward_law, draw, log_weights
-from retrodict.online.sensitivity import Followed, Reading, Sensitivity, check_sensitivity, follow
+from retrodict.online.sensitivity import (
+    DifferentiableRow,
+    StateDerivative,
+    StateWithJacobian,
+    check_sensitivity,
+    initial_state,
+)
 from retrodict.online.stream import zeros_like_shapes
 
 
@@ -36,7 +42,7 @@ class ScoreState(eqx.Module):
         started: whether a row was read.
     """
 
-    family: Followed
+    family: StateWithJacobian
     law: PyTree
     xs: Float[Array, "sample state"]
     values: Float[Array, "sample"]
@@ -79,7 +85,7 @@ class RecursiveScore(AbstractRecursiveGradient):
 
     num_samples: int = eqx.field(static=True)
     normalised: bool = eqx.field(static=True, default=True, kw_only=True)
-    sensitivity: Sensitivity = eqx.field(static=True, default="exact", kw_only=True)
+    sensitivity: StateDerivative = eqx.field(static=True, default="exact", kw_only=True)
 
     def __check_init__(self) -> None:
         if check_count(self.num_samples, "num_samples") < 2:
@@ -95,7 +101,7 @@ class RecursiveScore(AbstractRecursiveGradient):
         family, _ = parts.whole
         count, none = self.num_samples, jnp.zeros_like(parts.vector)
         return ScoreState(
-            family=follow(parts),
+            family=initial_state(parts),
             law=zeros_like_shapes(factor_shapes(family, parts.dtype)[0].law),
             xs=jnp.zeros((count, family.state_dim), none.dtype),
             values=jnp.zeros(count, none.dtype),
@@ -106,35 +112,35 @@ class RecursiveScore(AbstractRecursiveGradient):
         )
 
     def update(
-        self, parts: Parts, state: ScoreState, row: Row, key: PRNGKey
+        self, parts: Parts, state: ScoreState, row: Series, key: PRNGKey
     ) -> tuple[ScoreState, RowGradient]:
         """Draw from the new filtering law, and compute T and S at the draws."""
-        reading = Reading(parts, state.family, row, self.sensitivity)
-        law = reading.factor.law
+        current = DifferentiableRow(parts, state.family, row, self.sensitivity)
+        law = current.factor.law
         xs = draw(law, key, self.num_samples)
         values, scores = lax.cond(
-            state.started, lambda: self._later(reading, state, xs), lambda: _first(reading, xs)
+            state.started, lambda: self._later(current, state, xs), lambda: _first(current, xs)
         )
         level, slope = jnp.mean(values), jnp.mean(scores, axis=0)
         off = values - level
         # N/(N-1) times the distance from the mean is that from the mean of the others.
         shares = lax.stop_gradient(off / (self.num_samples - 1))
-        terminal = reading.gradient(
+        terminal = current.gradient(
             lambda family, model, read: jnp.sum(shares * jax.vmap(read.law.log_prob)(xs))
         )
         total, started = state.mean_score + slope, jnp.ones((), bool)
         return (
-            ScoreState(reading.after, law, xs, off, scores - slope[None], total, terminal, started),
-            reading.row_gradient(level, total, slope, terminal, state.terminal),
+            ScoreState(current.after, law, xs, off, scores - slope[None], total, terminal, started),
+            current.row_gradient(level, total, slope, terminal, state.terminal),
         )
 
     def _later(
-        self, reading: Reading, state: ScoreState, xs: Float[Array, "sample state"]
+        self, current: DifferentiableRow, state: ScoreState, xs: Float[Array, "sample state"]
     ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
         """Return T_k and S_k at the draws x_k^i, from those at x_{k-1}^j."""
-        family, model = reading.parts.whole
-        befores, u, factor = state.xs, reading.row.u, reading.factor
-        weigh = _self_normalised if self.normalised else _unbiased
+        family, model = current.parts.whole
+        befores, u, factor = state.xs, current.row.inputs, current.factor
+        weigh = _normalised_terms if self.normalised else _unbiased_terms
 
         def log_moves(model: StateSpaceModel, x: Array) -> Float[Array, "before"]:
             return jax.vmap(lambda before: model.transition.log_prob(before, x, u))(befores)
@@ -142,7 +148,7 @@ class RecursiveScore(AbstractRecursiveGradient):
         def one(x: Array) -> tuple[Scalar, Float[Array, "parameter"]]:
             log_w = log_weights(backward_law(family), state.law, factor.kernel, x[None], befores)[0]
             # The densities of the kernel and of q_{k-1} enter the increment as they do the weights.
-            here = reading.log_emission(model, x) - factor.law.log_prob(x)
+            here = current.log_emission(model, x) - factor.law.log_prob(x)
             sums = state.values + log_moves(model, x) + here - log_w
             averaging, signed = weigh(log_w, sums)
 
@@ -150,23 +156,23 @@ class RecursiveScore(AbstractRecursiveGradient):
                 kernel = backward_law(family)(read.kernel, x)
                 backward = jnp.sum(signed * jax.vmap(kernel.log_prob)(befores))
                 move = jnp.sum(averaging * log_moves(model, x))
-                return backward + move + reading.log_emission(model, x)
+                return backward + move + current.log_emission(model, x)
 
             carried = linalg.matvec(state.scores.T, averaging)
-            return jnp.sum(averaging * sums), carried + reading.gradient(terms)
+            return jnp.sum(averaging * sums), carried + current.gradient(terms)
 
         return jax.vmap(one)(xs)
 
 
 def _first(
-    reading: Reading, xs: Float[Array, "sample state"]
+    current: DifferentiableRow, xs: Float[Array, "sample state"]
 ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
     """Return T_0 = log χ g_0 − log q_0 and S_0 = ∂_θ log χ g_0."""
-    joint, scores = reading.first_terms(xs)
-    return joint - jax.vmap(reading.factor.law.log_prob)(xs), scores
+    joint, scores = current.first_terms(xs)
+    return joint - jax.vmap(current.factor.law.log_prob)(xs), scores
 
 
-def _self_normalised(
+def _normalised_terms(
     log_w: Float[Array, "before"], sums: Float[Array, "before"]
 ) -> tuple[Float[Array, "before"], Float[Array, "before"]]:
     """Return weights that sum to one, and the weights times the centred sums."""
@@ -174,7 +180,7 @@ def _self_normalised(
     return weights, weights * (sums - jnp.sum(weights * sums))
 
 
-def _unbiased(
+def _unbiased_terms(
     log_w: Float[Array, "before"], sums: Float[Array, "before"]
 ) -> tuple[Float[Array, "before"], Float[Array, "before"]]:
     """Return weights whose averages are unbiased and exact for constants, and times centred sums.

@@ -18,15 +18,15 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._arrays import Scalar
-from retrodict._families import Factor, Row
-from retrodict._model import StateSpaceModel
+from retrodict._families import Factor, read_row
+from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict.online.gradient import Parts, RowGradient
 
-Sensitivity = Literal["exact", "none"]
+StateDerivative = Literal["exact", "none"]
 
 
-class Followed(eqx.Module):
+class StateWithJacobian(eqx.Module):
     """The state of a family, and its derivative.
 
     Attributes:
@@ -39,17 +39,17 @@ class Followed(eqx.Module):
     jacobian: Float[Array, "entries parameter"]
 
 
-def follow(parts: Parts) -> Followed:
+def initial_state(parts: Parts) -> StateWithJacobian:
     """Return the state before the first row, and its derivative."""
 
     def start(vector: Array) -> Array:
         return _numbers(parts.at(vector)[0].init())[0]
 
     jacobian = jax.jacrev(start)(parts.vector)[:, : parts.num_family]
-    return Followed(parts.whole[0].init(), jacobian)
+    return StateWithJacobian(parts.whole[0].init(), jacobian)
 
 
-class Reading(eqx.Module):
+class DifferentiableRow(eqx.Module):
     """One row, read by a family whose parameters may vary.
 
     Functions of (family, model, factor) are differentiated in the parameters both directly and
@@ -64,12 +64,14 @@ class Reading(eqx.Module):
     """
 
     parts: Parts
-    before: Followed
-    after: Followed
-    row: Row
+    before: StateWithJacobian
+    after: StateWithJacobian
+    row: Series
     factor: Factor
 
-    def __init__(self, parts: Parts, before: Followed, row: Row, sensitivity: Sensitivity):
+    def __init__(
+        self, parts: Parts, before: StateWithJacobian, row: Series, sensitivity: StateDerivative
+    ):
         """Advance the state by a row.
 
         Args:
@@ -81,7 +83,7 @@ class Reading(eqx.Module):
         self.parts, self.before, self.row = parts, before, row
         entries, state_of = _numbers(before.state)
         family, _ = parts.whole
-        after = family.advance(before.state, family.embed(row))
+        after, self.factor = read_row(family, before.state, row)
 
         def move(vector: Array, entries: Array) -> Array:
             family, _ = parts.at(vector)
@@ -93,8 +95,7 @@ class Reading(eqx.Module):
         jacobian = direct[:, : parts.num_family]
         if sensitivity == "exact":
             jacobian = jacobian + linalg.matmul(through, before.jacobian)
-        self.after = Followed(after, jacobian)
-        self.factor = family.read(before.state, after, family.embed(row))
+        self.after = StateWithJacobian(after, jacobian)
 
     def gradient(
         self, fn: Callable[[Any, StateSpaceModel, Factor], Array]
@@ -117,7 +118,7 @@ class Reading(eqx.Module):
 
     def log_emission(self, model: StateSpaceModel, x: Float[Array, "state"]) -> Scalar:
         """Return log g(x_k, y_k) of the observed entries."""
-        return model.emission.log_prob(x, self.row.y, self.row.u, self.row.seen)
+        return model.emission.log_prob(x, self.row.ys, self.row.inputs, self.row.mask)
 
     def first_terms(
         self, xs: Float[Array, "sample state"]

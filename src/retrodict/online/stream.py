@@ -139,7 +139,7 @@ class AbstractStream(eqx.Module, Generic[S, T]):
         if isinstance(reference, StateSpaceModel):
             row = prepare_data_row(reference, y, mask=None, inputs=inputs)
         else:
-            row = Series(*prepare_row(reference, y, mask=None, inputs=inputs))
+            row = prepare_row(reference, y, mask=None, inputs=inputs)
         series, data = jax.tree.map(lambda leaf: leaf[None], (row, data))
         state, out = self._advance(state, complete(series), data)
         return state, jax.tree.map(lambda leaf: leaf[0], out)

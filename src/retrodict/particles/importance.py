@@ -332,13 +332,8 @@ def log_weights_of(
     series: Series,
 ) -> Float[Array, "sample"]:
     """Return log p(x, y) − log q(x) of each path."""
-    options = {
-        "mask": True if series.mask is None else series.mask,
-        "inputs": series.inputs,
-        "length": series.length,
-    }
 
     def one(path: Float[Array, "time state"]) -> Scalar:
-        return model.log_joint(path, series.ys, **options) - chain.log_prob(path)
+        return model.log_joint(path, series.ys, **series.options()) - chain.log_prob(path)
 
     return jax.lax.map(one, paths, batch_size=AT_ONCE)

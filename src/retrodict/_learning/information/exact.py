@@ -21,8 +21,7 @@ from scipy.special import expit
 
 from retrodict._arrays import Scalar
 from retrodict._exact import Grid, Kind, grid_smoother, increments, kind_of, log_evidence_of
-from retrodict._learning.coordinates import Coordinates
-from retrodict._learning.dataset import options_of
+from retrodict._learning.coordinates import ModelCoordinates
 from retrodict._learning.information.result import Information
 from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict._numerics import UNROLLED, in_parts
@@ -40,11 +39,10 @@ SERIES_AT_ONCE = 8
 """The number of series that are differentiated at once."""
 
 MANY = 500_000
-"""The number of rows times directions from which on a program is compiled with optimisation."""
+"""A program is compiled with optimisation for at least this many rows times directions."""
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options for programs that run once: half the compilation time, and several times slower."""
-
 
 FLAT = 0.02
 """The information in log v, 4cv², below which v is within 0.1 standard errors of zero."""
@@ -56,7 +54,7 @@ FAR_OUT = 5.0
 """The coordinate beyond which a logistic function is within a hundredth of its bounds."""
 
 
-def exact_information(coordinates: Coordinates, batch: Series, total: Total) -> Information:
+def exact_information(coordinates: ModelCoordinates, batch: Series, total: Total) -> Information:
     """Return the information of a linear-Gaussian model, summed over all processes."""
     spread, theta = _spread_of(batch, total), coordinates.theta()
     raised = _raised(np.asarray(theta, np.float64), coordinates, spread)
@@ -68,7 +66,7 @@ def exact_information(coordinates: Coordinates, batch: Series, total: Total) -> 
 
 
 def _two_derivatives(
-    coordinates: Coordinates, batch: Series
+    coordinates: ModelCoordinates, batch: Series
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     """Return the gradient of log p_θ(y), summed over the series, and minus its Hessian."""
     if not batch.ys.shape[0]:  # a process may hold no series
@@ -82,7 +80,7 @@ def _two_derivatives(
 
 
 def _information(
-    coordinates: Coordinates, batch: Series
+    coordinates: ModelCoordinates, batch: Series
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     theta = coordinates.theta()
 
@@ -107,7 +105,7 @@ _compiled_quickly = eqx.filter_jit(_information, compiler_options=QUICKLY)  # py
 
 @eqx.filter_jit
 def _by_differences(
-    coordinates: Coordinates, batch: Series, evidence: Evidence
+    coordinates: ModelCoordinates, batch: Series, evidence: Evidence
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     """Return the same by central differences of exact gradients, to eight digits in float64.
 
@@ -144,7 +142,7 @@ class GridEvidence(eqx.Module):
         return jnp.sum(increments(model, series, self.grid, self.kind))
 
 
-def grid_information(coordinates: Coordinates, batch: Series, grid: Grid) -> Information:
+def grid_information(coordinates: ModelCoordinates, batch: Series, grid: Grid) -> Information:
     """Return the information from the evidence on a grid.
 
     Raises:
@@ -168,7 +166,7 @@ def grid_information(coordinates: Coordinates, batch: Series, grid: Grid) -> Inf
 def _statuses(model: StateSpaceModel, batch: Series, grid: Grid) -> Int[Array, "batch"]:
     """Return the status of the grid for each series, zero if it is accurate."""
     return jax.lax.map(
-        lambda series: grid_smoother(model, series.ys, grid, **options_of(series)).status, batch
+        lambda series: grid_smoother(model, series.ys, grid, **series.options()).status, batch
     )
 
 
@@ -184,7 +182,7 @@ def _spread_of(batch: Series, total: Total) -> float:
 
 
 def _raised(
-    theta: Float[np.ndarray, "parameter"], coordinates: Coordinates, spread: float
+    theta: Float[np.ndarray, "parameter"], coordinates: ModelCoordinates, spread: float
 ) -> Float[np.ndarray, "parameter"]:
     """Return θ with negligible scales raised to the rounding error of the data.
 
@@ -197,7 +195,7 @@ def _raised(
 
 
 def _edges_of(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     theta: Float[np.ndarray, "parameter"],
     score: Float[np.ndarray, "parameter"],
     information: Float[np.ndarray, "parameter parameter"],
@@ -206,9 +204,9 @@ def _edges_of(
     """Return the coordinates at an edge, and the value of that edge."""
     edges = {}
     for i, (lower, upper) in enumerate(coordinates.edges):
-        if lower is None:
+        if math.isinf(lower):
             continue
-        if upper is not None:
+        if math.isfinite(upper):
             # A logistic function, whose distance to a bound is exponential in the coordinate.
             slope, near = 1.0, abs(theta[i]) > FAR_OUT
         else:
@@ -217,5 +215,5 @@ def _edges_of(
             near = value < NEGLIGIBLE * spread
         flat = abs(score[i] * slope) < FLAT and abs(information[i, i] * slope**2) < FLAT
         if near and flat:
-            edges[i] = lower if upper is None or theta[i] < 0 else upper
+            edges[i] = lower if math.isinf(upper) or theta[i] < 0 else upper
     return edges

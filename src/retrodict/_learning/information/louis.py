@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations import check_model, series_of_chain
-from retrodict._learning.coordinates import Coordinates
-from retrodict._learning.dataset import num_series, options_of, take
+from retrodict._learning.coordinates import ModelCoordinates
 from retrodict._learning.information.result import NOISE, Information, Inverse, inverse
 from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict._numerics import in_parts
@@ -36,15 +35,16 @@ PATHS_AT_ONCE = 50
 DIRECTIONS = 16
 """The number of directions in which their gradient is differentiated at once."""
 
-FEWEST_REPLICATES = 4
+MIN_REPLICATES = 4
 """The smallest number of replicates for an estimate of their spread."""
 
-SURE = 4.0
+DECISIVE_ERRORS = 4.0
 """The number of Monte Carlo standard errors by which the information must exceed zero before no
 more replicates are drawn. The relative error of standard errors is then about an eighth."""
 
-BENEFIT = 2.0
-"""The number of Monte Carlo standard errors added to an eigenvalue before it counts as hopeless."""
+OPTIMISTIC_ERRORS = 2.0
+"""The number of Monte Carlo standard errors added to the estimate of an eigenvalue that may
+still be decided with more replicates."""
 
 
 class Replicates(NamedTuple):
@@ -65,7 +65,7 @@ class Replicates(NamedTuple):
 
 def louis_information(
     key: PRNGKey,
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     batch: Series,
     posterior: AbstractBackwardChain | AbstractBackwardSampler,
     num_particles: int,
@@ -85,9 +85,9 @@ def louis_information(
         num_replicates: the number of replicates at first.
         most_replicates: the largest number of replicates.
     """
-    if num_replicates < FEWEST_REPLICATES:
+    if num_replicates < MIN_REPLICATES:
         raise ValueError(
-            f"parameter_errors expects at least {FEWEST_REPLICATES} replicates, from whose spread"
+            f"parameter_errors expects at least {MIN_REPLICATES} replicates, from whose spread"
             f" the Monte Carlo error is estimated, got num_replicates={num_replicates}."
         )
 
@@ -95,7 +95,7 @@ def louis_information(
         if isinstance(posterior, AbstractBackwardChain):
             keys = jax.random.split(key, num_replicates)
             return _from_chain(coordinates, batch, keys, posterior, num_samples)
-        keys = jax.random.split(key, (num_series(batch), num_replicates))
+        keys = jax.random.split(key, (batch.num_series, num_replicates))
         return _from_particles(coordinates, batch, keys, posterior, num_particles, num_samples)
 
     replicates, warnings = draw(key)
@@ -104,9 +104,11 @@ def louis_information(
     while not warnings and 2 * rounds * num_replicates <= most_replicates:
         if not np.all(np.isfinite(estimate.information)):
             break
-        inverted = inverse(estimate, coordinates.theta(), SURE)
-        unclear = np.abs(inverted.eigenvalues) <= SURE * inverted.noise
-        if not np.any(unclear) or is_hopeless(inverted, rounds * num_replicates, most_replicates):
+        inverted = inverse(estimate, coordinates.theta(), DECISIVE_ERRORS)
+        unclear = np.abs(inverted.eigenvalues) <= DECISIVE_ERRORS * inverted.noise
+        if not np.any(unclear) or cannot_be_resolved(
+            inverted, rounds * num_replicates, most_replicates
+        ):
             break
         for turn in range(rounds, 2 * rounds):
             more, warned = draw(jax.random.fold_in(key, turn))
@@ -116,18 +118,18 @@ def louis_information(
     return estimate._replace(warnings=warnings)
 
 
-def is_hopeless(inverted: Inverse, count: int, most: int) -> bool:
+def cannot_be_resolved(inverted: Inverse, count: int, most: int) -> bool:
     """Return whether some direction would probably remain unclear with all replicates.
 
     Noise decreases with the square root of the number of replicates. The eigenvalue of a direction
     is taken two standard errors above its estimate.
     """
-    at_best = np.maximum(inverted.eigenvalues + BENEFIT * inverted.noise, 0.0)
+    at_best = np.maximum(inverted.eigenvalues + OPTIMISTIC_ERRORS * inverted.noise, 0.0)
     return bool(np.any(at_best < NOISE * inverted.noise * np.sqrt(count / most)))
 
 
 def _from_particles(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     batch: Series,
     keys: Key[Array, "series replicate"],
     backward: AbstractBackwardSampler,
@@ -152,7 +154,7 @@ def _from_particles(
 
 @eqx.filter_jit
 def _particle_replicates(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     batch: Series,
     keys: Key[Array, "series replicate"],
     backward: AbstractBackwardSampler,
@@ -163,7 +165,7 @@ def _particle_replicates(
     model = unwrap(coordinates.model)
 
     def one(series: Series, key: PRNGKey) -> tuple[Replicates, Array, Array]:
-        options = {"backward": backward, "strict": False, **options_of(series)}
+        options = {"backward": backward, "strict": False, **series.options()}
         posterior = ffbsi(key, model, series.ys, num_particles, num_samples, **options)
         weights = jnp.full(num_samples, 1.0 / num_samples, posterior.samples.dtype)
         sums = _along(coordinates, posterior.samples, weights, series)
@@ -174,21 +176,21 @@ def _particle_replicates(
 
 
 def _from_chain(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     batch: Series,
     keys: Key[Array, "replicate"],
     chain: AbstractBackwardChain,
     num_samples: int,
 ) -> tuple[Replicates, list[str]]:
     """Return replicates from weighted paths of a chain, and why they are unreliable."""
-    if num_series(batch) != 1:
+    if batch.num_series != 1:
         raise ValueError(
-            f"parameter_errors with a chain expects one series, got {num_series(batch)}. Call it"
+            f"parameter_errors with a chain expects one series, got {batch.num_series}. Call it"
             " for each series with its chain and sum the information, or leave out `chain`."
         )
-    model, one = unwrap(coordinates.model), take(batch, 0)
+    model, one = unwrap(coordinates.model), batch.at(0)
     check_model(model, chain, "parameter_errors")
-    series = series_of_chain(model, chain, one.ys, **options_of(one))
+    series = series_of_chain(model, chain, one.ys, **one.options())
     replicates, log_weights = _weighted_replicates(coordinates, chain, series, keys, num_samples)
     shape = pareto_shape(np.asarray(log_weights).ravel())
     if shape <= K_HAT_GOOD:
@@ -201,7 +203,7 @@ def _from_chain(
 
 @eqx.filter_jit
 def _weighted_replicates(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     chain: AbstractBackwardChain,
     series: Series,
     keys: Key[Array, "replicate"],
@@ -225,7 +227,7 @@ def _weighted_replicates(
 
 
 def _along(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     paths: Float[Array, "sample time state"],
     weights: Float[Array, "sample"],
     series: Series,
@@ -241,7 +243,7 @@ def _along(
 
     def log_joint(theta: Array, path: Array) -> Scalar:
         model: StateSpaceModel = unwrap(coordinates.model_at(theta))
-        return model.log_joint(path, series.ys, **options_of(series))
+        return model.log_joint(path, series.ys, **series.options())
 
     def chunk(complete: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
         paths, shares = at

@@ -10,12 +10,11 @@ from retrodict._arrays import PRNGKey, check_count, check_key, is_concrete
 from retrodict._chains import AbstractBackwardChain
 from retrodict._exact import Grid, check_linear_gaussian
 from retrodict._expectations import check_chain
-from retrodict._learning.coordinates import Coordinates, coordinates_of
+from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
 from retrodict._learning.dataset import batch_for
 from retrodict._learning.information.exact import exact_information, grid_information
 from retrodict._learning.information.louis import louis_information
 from retrodict._learning.information.result import (
-    LEAST_SHARE,
     Information,
     Inverse,
     ParameterErrors,
@@ -168,7 +167,7 @@ def parameter_errors(
 
 
 def _result(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     estimate: Information,
     read: Callable[[StateSpaceModel], PyTree] | None,
     level: float,
@@ -179,7 +178,7 @@ def _result(
     theta, names = coordinates.theta(), coordinates.names
     at_edge = np.isin(np.arange(theta.size), list(edges))
     inverted = inverse(estimate, theta)
-    is_open = inverted.touches(np.eye(theta.size)) > LEAST_SHARE[informations is None]
+    is_open = inverted.touches(np.eye(theta.size)) > estimate.max_open_share
     distance = float(np.sqrt(score @ inverted.covariance @ score))
     messages: dict[Any, list[str]] = {
         "unreliable": list(warnings),
@@ -206,7 +205,7 @@ def _result(
     )
 
 
-def _coordinates(model: StateSpaceModel) -> Coordinates:
+def _coordinates(model: StateSpaceModel) -> ModelCoordinates:
     coordinates = coordinates_of(model)
     count = len(coordinates.names)
     if count == 0:

@@ -11,15 +11,17 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 from scipy.special import ndtri
 
-from retrodict._learning.coordinates import Coordinates
+from retrodict._learning.coordinates import ModelCoordinates
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import in_parts
 
 Read = Callable[[StateSpaceModel], PyTree]
 
-LEAST_SHARE = {True: 1e-6, False: 1e-2}
-"""The share in unidentified directions from which on a parameter is unidentified, for an exact and
-for an estimated information, whose directions are themselves uncertain."""
+MAX_OPEN_SHARE = 1e-6
+"""The largest share in unidentified directions of a parameter that is identified."""
+
+MAX_OPEN_SHARE_ESTIMATED = 1e-2
+"""The same for an estimated information, whose directions are themselves uncertain."""
 
 NOISE = 3.0
 """The number of Monte Carlo standard errors by which an eigenvalue must exceed zero."""
@@ -110,6 +112,11 @@ class Information(NamedTuple):
     edges: Mapping[int, float] = {}
     warnings: Sequence[str] = ()
 
+    @property
+    def max_open_share(self) -> float:
+        """The largest share in unidentified directions of a parameter that is identified."""
+        return MAX_OPEN_SHARE if self.informations is None else MAX_OPEN_SHARE_ESTIMATED
+
 
 class Inverse(NamedTuple):
     """The inverse of an information on the directions that the data identify.
@@ -178,7 +185,7 @@ def jackknife(values: Float[np.ndarray, "replicate ..."]) -> np.ndarray:
 
 
 def quantities(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     read: Read | None,
     inverted: Inverse,
     estimate: Information,
@@ -195,7 +202,7 @@ def quantities(
     value, restore = ravel_pytree(_quantities_at(coordinates, read, theta))
     slopes = np.asarray(_slopes(coordinates, read, theta), np.float64)
     errors = _errors(slopes, inverted.covariance)
-    loose = inverted.touches(slopes) > LEAST_SHARE[estimate.informations is None]
+    loose = inverted.touches(slopes) > estimate.max_open_share
     edge = np.zeros(errors.shape, bool)
     if edges:
         # Derivatives in parameters at an edge vanish there: they are taken in the middle instead.
@@ -224,7 +231,7 @@ def quantities(
 
 
 def _quantities_at(
-    coordinates: Coordinates, read: Read | None, theta: Float[Array, "parameter"]
+    coordinates: ModelCoordinates, read: Read | None, theta: Float[Array, "parameter"]
 ) -> PyTree:
     """Return the quantities of the model at θ, by default the learned parameters."""
     if read is None:
@@ -234,7 +241,7 @@ def _quantities_at(
 
 @eqx.filter_jit
 def _slopes(
-    coordinates: Coordinates, read: Read | None, theta: Float[Array, "parameter"]
+    coordinates: ModelCoordinates, read: Read | None, theta: Float[Array, "parameter"]
 ) -> Float[Array, "quantity parameter"]:
     """Return the gradients of all quantities."""
     return jax.jacfwd(lambda at: ravel_pytree(_quantities_at(coordinates, read, at))[0])(theta)
@@ -242,7 +249,7 @@ def _slopes(
 
 @eqx.filter_jit
 def _ends(
-    coordinates: Coordinates,
+    coordinates: ModelCoordinates,
     read: Read | None,
     theta: Float[Array, "parameter"],
     steps: Float[Array, "quantity parameter"],

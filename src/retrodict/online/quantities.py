@@ -14,7 +14,7 @@ from retrodict._model import StateSpaceModel
 T = TypeVar("T")
 
 
-class Followed(eqx.Module):
+class Quantities(eqx.Module):
     """The lower bound and functionals whose statistics T_k are computed.
 
     Attributes:
@@ -41,7 +41,7 @@ class Followed(eqx.Module):
         )
 
 
-class Arrival(NamedTuple):
+class RowFactors(NamedTuple):
     """One row of a stream and its factors.
 
     Attributes:

@@ -1,0 +1,36 @@
+"""The record of a series: its rows, its options, and the series of a batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from retrodict._model import Series, prepare_batch, prepare_series
+
+
+def assert_equal(one: Series, other: Series) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("length", [None, 2])
+@pytest.mark.parametrize("missing", [False, True])
+def test_ys_and_options_give_the_same_series(length: int | None, missing: bool):
+    ys = jnp.arange(6.0).reshape(3, 2).at[0, 1].set(jnp.nan if missing else 0.0)
+    options: dict[str, Any] = {"inputs": jnp.ones((3, 1)), "length": length}
+    series = prepare_series(ys, **options, takes_input=True)
+    assert_equal(prepare_series(series.ys, **series.options(), takes_input=True), series)
+
+
+def test_series_of_a_batch_and_rows_of_a_series_are_taken_by_index():
+    ys = np.arange(12.0).reshape(2, 3, 2)
+    batch = prepare_batch(ys, length=[3, 2])
+    assert batch.num_series == 2
+    one = batch.at(1)
+    np.testing.assert_array_equal(one.ys[:2], ys[1, :2])
+    assert int(one.length) == 2 and one.num_times == 3
+    row = one.rows.at(0)
+    np.testing.assert_array_equal(row.ys, ys[1, 0])
+    assert row.length is None and row.mask.shape == (2,)
