@@ -921,7 +921,7 @@ def test_arrays_of_many_empty_texts_are_refused(dtype: str, tmp_path: Path):
             "dtype": dtype,
         }
 
-    rewrite(path, edit, content=True, whole=True)
+    rewrite(path, edit, content=True, file=True)
     with pytest.raises(rd.CheckpointError, match="in 128 bytes"):
         rd.load(path)
 
@@ -953,7 +953,7 @@ def test_a_later_format_with_a_strange_writer_is_refused(versions: Any, tmp_path
     path = tmp_path / "a.rd"
     rd.save(path, 1)
     edit = {"version": 2, "versions": versions}
-    rewrite(path, lambda manifest, _: manifest.update(edit), content=True, whole=True)
+    rewrite(path, lambda manifest, _: manifest.update(edit), content=True, file=True)
     with pytest.raises(rd.CheckpointError, match="has format 2") as error:
         rd.load(path)
     assert str(error.value).isprintable() and len(str(error.value)) < 1100
