@@ -167,8 +167,7 @@ def _later_means(updates: Updates, first: Float[Array, "state"]) -> Float[Array,
         after = after if exists is None else jnp.where(exists, after, mean)
         return after, after
 
-    unroll = 8 if d <= linalg.UNROLLED else 1
-    return jax.lax.scan(step, first, (maps, bias, gain, value, shift, exists), unroll=unroll)[1]
+    return jax.lax.scan(step, first, (maps, bias, gain, value, shift, exists))[1]
 
 
 def _means_in_parallel(

@@ -146,8 +146,8 @@ def affine_scan(
             x = linalg.matvec(row[0], x) + row[1]
             return x, x
 
-        unroll = 8 if start.shape[0] <= linalg.UNROLLED else 1
-        return lax.scan(step, start, (weights, biases), reverse=reverse, unroll=unroll)[1]
+        # XLA compiles a loop of so small a step as one kernel, which unrolling would prevent.
+        return lax.scan(step, start, (weights, biases), reverse=reverse)[1]
 
     def compose(first: tuple, second: tuple) -> tuple:
         (weight_1, bias_1), (weight_2, bias_2) = first, second

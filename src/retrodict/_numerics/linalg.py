@@ -29,15 +29,6 @@ def narrowest(dtype: jnp.dtype) -> float:
     return float(jnp.finfo(dtype).eps) ** (1 / 3)
 
 
-def steps_per_loop(d: int) -> int:
-    """Return the number of steps per loop iteration in a scan over d-dimensional laws.
-
-    Each iteration has an overhead of several fusions. For d = 1 XLA compiles the whole loop as one
-    kernel, but only if its body is small. For larger d unrolled steps are slow to compile.
-    """
-    return 8 if 2 <= d <= 3 else 1
-
-
 def sum_of(terms: Sequence[Array]) -> Array:
     """Return the sum of arrays of one shape, without the integer zero of Python's `sum`."""
     total = terms[0]
