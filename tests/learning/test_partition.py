@@ -31,6 +31,7 @@ def test_fit_with_weight_decay_leaves_frozen_parts_unchanged():
         mesh=None,
     )
     assert_fixed(result.model)
+    assert isinstance(result.family, rd.KalmanFamily)
     assert_fixed(result.family.model)
 
 

@@ -138,7 +138,7 @@ def test_linear_models_are_smoothed_exactly(state, obs, method):
     assert_same_chain(posterior.chain, exact.chain)
     assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-10)
     assert posterior.status == "ok"
-    assert float(jnp.max(posterior.diagnostics.missed)) < 1e-10
+    assert float(jnp.max(posterior.diagnostics.update_error)) < 1e-10
     assert np.all(np.asarray(posterior.changes) < 1e-10)
 
 
@@ -149,7 +149,7 @@ def test_linear_kernels_are_used_exactly_and_never_lost():
     exact = rd.kalman_smoother(model, ys)
     posterior = rd.extended_smoother(model, ys)
     assert_same_chain(posterior.chain, exact.chain)
-    assert float(jnp.max(posterior.diagnostics.surprise)) > 4.0
+    assert float(jnp.max(posterior.diagnostics.innovation_ratio)) > 4.0
     assert posterior.status == "ok" and not bool(posterior.lost)
     assert posterior.check() is posterior
 
@@ -498,7 +498,7 @@ def test_linearised_smoothers_are_lost_on_a_square(name):
     assert bool(jnp.all(posterior.lost)), posterior.code
     # They return the prior, of which the mean is zero.
     assert float(jnp.max(jnp.abs(posterior.chain.laws.mean))) < 1e-12
-    assert float(jnp.min(jnp.max(posterior.diagnostics.misread, axis=1))) > 0.9
+    assert float(jnp.min(jnp.max(posterior.diagnostics.relative_error, axis=1))) > 0.9
 
 
 @pytest.mark.parametrize("num_times", [1, slow(7)])
@@ -559,7 +559,7 @@ def test_mild_curvature_gives_small_diagnostics():
     model = scalar_model(lambda x: x + 0.1 * jnp.sin(x), 0.1)
     _, posterior = many(rd.extended_smoother, model, 100, 32)
     assert not bool(jnp.any(posterior.code))
-    assert float(jnp.max(posterior.diagnostics.misread)) < 0.2
+    assert float(jnp.max(posterior.diagnostics.relative_error)) < 0.2
     # A mean of 3200 squares of standard normal variables, each of variance 2.
     squares = posterior.diagnostics.squared_innovations
     assert float(jnp.mean(squares)) == pytest.approx(1.0, abs=5 * np.sqrt(2 / 3200))
@@ -596,9 +596,9 @@ def test_diagnostic_distances_equal_dense_grid(saturated):
         update = prediction - 0.5 * (float(ys[i, k, 0]) - np.tanh(xs)) ** 2 / 0.01
         made = -0.5 * (xs - means[i, k, 0]) ** 2 / variances[i, k, 0, 0]
         exact, before, after = (normalised(a) for a in (update, prediction, made))
-        said, missed = 0.5 * np.abs(exact - before).sum(), 0.5 * np.abs(exact - after).sum()
-        assert float(posterior.diagnostics.said[i, k]) == pytest.approx(said, abs=0.03)
-        assert float(posterior.diagnostics.missed[i, k]) == pytest.approx(missed, abs=0.03)
+        size, error = 0.5 * np.abs(exact - before).sum(), 0.5 * np.abs(exact - after).sum()
+        assert float(posterior.diagnostics.update_size[i, k]) == pytest.approx(size, abs=0.03)
+        assert float(posterior.diagnostics.update_error[i, k]) == pytest.approx(error, abs=0.03)
 
 
 def test_a_wrong_state_shows_in_the_innovations():
@@ -610,7 +610,7 @@ def test_a_wrong_state_shows_in_the_innovations():
     model = replace(linear_model(mean=1.0, prior=0.02, error=0.3), transition=well)
     ys = -1.0 + 0.3 * np.random.default_rng(0).normal(size=(40, 1))
     posterior = rd.extended_smoother(model, ys)
-    assert float(jnp.max(posterior.diagnostics.misread)) < 1e-10
+    assert float(jnp.max(posterior.diagnostics.relative_error)) < 1e-10
     assert posterior.status == "lost" and int(posterior.status_time) == 19
     with raises_with(ValueError, "lost", "up to time 19", "squared innovations", "does not fit"):
         posterior.check()
@@ -645,20 +645,24 @@ def test_diagnostics_of_long_series_are_batched(swing, followed, monkeypatch):
     series = prepare_data(model, swing)
 
     @eqx.filter_jit
-    def said_and_missed() -> Any:
+    def update_sizes_and_errors() -> Any:
         filtered = recursion.linearised_filter(model, series, rd.Taylor())
         return posterior._readings(model, series, filtered)
 
     monkeypatch.setattr(posterior, "BATCH", 8)
-    said, missed = said_and_missed()
-    np.testing.assert_allclose(said, measured.said, atol=1e-12)
-    np.testing.assert_allclose(missed, measured.missed, atol=1e-12)
+    size, error = update_sizes_and_errors()
+    np.testing.assert_allclose(size, measured.update_size, atol=1e-12)
+    np.testing.assert_allclose(error, measured.update_error, atol=1e-12)
 
 
 def test_missing_rows_have_zero_diagnostics(swing, followed):
     diagnostics = followed["extended"].diagnostics
     assert diagnostics.degrees[4] == 1 and diagnostics.degrees[9] == 0
-    for values in (diagnostics.squared_innovations, diagnostics.said, diagnostics.missed):
+    for values in (
+        diagnostics.squared_innovations,
+        diagnostics.update_size,
+        diagnostics.update_error,
+    ):
         assert float(values[9]) == 0.0
     blind = rd.extended_smoother(PENDULUM, np.full_like(swing, np.nan))
     assert blind.status == "ok" and float(blind.log_evidence) == 0.0
@@ -694,7 +698,7 @@ def test_batches_and_padding_equal_single_series():
     close(padded.chain.laws.mean[5:], np.tile(np.asarray(alone.chain.laws.mean)[-1:], (3, 1)))
     close(padded.chain.kernels.weight[:4], alone.chain.kernels.weight)
     close(padded.chain.kernels.weight[4:], np.ones((3, 1, 1)))
-    close(padded.diagnostics.misread[4], alone.diagnostics.misread[-1])
+    close(padded.diagnostics.relative_error[4], alone.diagnostics.relative_error[-1])
     with raises_with(ValueError, "batch of posteriors", "jax.tree.map"):
         _ = batch.status
     with raises_with(ValueError, "not known inside"):

@@ -284,7 +284,7 @@ def test_chunked_paths_equal_paths_drawn_at_once(general: bool, monkeypatch: pyt
     xs = np.random.default_rng(1).normal(size=(37, 2))
     arrays = (kernel, particles, log_weights, xs, np.zeros(37, np.int32))
     at_once = sampled_indices(rd.particles.ExactBackward(), *arrays)
-    monkeypatch.setattr(backward_module, "LARGEST_TILE", 50 * 5 // (1 if general else 16))
+    monkeypatch.setattr(backward_module, "MAX_TILE", 50 * 5 // (1 if general else 16))
     np.testing.assert_array_equal(sampled_indices(rd.particles.ExactBackward(), *arrays), at_once)
 
 

@@ -340,7 +340,7 @@ def test_a_family_is_trained_with_gaps_inputs_and_lengths():
 @pytest.mark.slow
 def test_better_linearised_smoother_is_kept(monkeypatch):
     # Nothing is good enough for this check.
-    monkeypatch.setattr("retrodict.bounds.check.MOST_DISTANCE", -1.0)
+    monkeypatch.setattr("retrodict.bounds.check.MAX_DISTANCE", -1.0)
     monkeypatch.setattr(driver, "train_family", untrained)
     smoothed = rd.smooth(MILD, simulated(MILD), **QUICK)
     assert smoothed.method == "linearised" and "which is therefore kept" in smoothed.reason

@@ -14,7 +14,7 @@ import numpy as np
 
 from retrodict._checkpoint.allowed import FUNCTIONS, current_name
 
-LONGEST_MESSAGE = 1000
+MAX_MESSAGE = 1000
 """Characters of an error message."""
 
 
@@ -37,8 +37,8 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, text: str) -> None:
-        if len(text) > LONGEST_MESSAGE:
-            half = LONGEST_MESSAGE // 2
+        if len(text) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2
             text = f"{text[:half]} ... {text[-half:]}"
         super().__init__("".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
 

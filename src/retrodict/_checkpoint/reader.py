@@ -38,10 +38,10 @@ from retrodict._checkpoint.names import (
 )
 from retrodict._interface import shorten
 
-LONGEST_NAME = 100
+MAX_NAME = 100
 """The largest number of characters of a field of a class without declared fields."""
 
-MOST_OF_A_HASH = 100
+MAX_OF_A_HASH = 100
 """The largest number of keys of a dict with the same hash."""
 
 DTYPE_NAME = re.compile(r"[<>=|]?[A-Za-z]\w*(\[\w+\])?")
@@ -114,7 +114,7 @@ class Reader:
         keys = [self.decode(key, ABSENT, path) for key, _ in pairs]
         # Hashes of texts are random, and those of numbers are not: many equal ones take long.
         hashes = itertools.groupby(sorted(hash(key) for key in keys if type(key) is not str))
-        if any(len(list(equal)) > MOST_OF_A_HASH for _, equal in hashes):
+        if any(len(list(equal)) > MAX_OF_A_HASH for _, equal in hashes):
             raise CheckpointError(f"{path} of {self.path} is a dict with keys of one hash.")
         if len(set(keys)) < len(keys):
             raise CheckpointError(f"{path} of {self.path} is a dict with a key that occurs twice.")
@@ -311,7 +311,7 @@ def _is_data(cls: type, field: str) -> bool:
     """Return whether a field may be set on a class without declared fields: not over a method."""
     declared = inspect.getattr_static(cls, field, None)
     hides = callable(declared) or isinstance(declared, (property, classmethod, staticmethod))
-    is_name = field.isidentifier() and len(field) <= LONGEST_NAME
+    is_name = field.isidentifier() and len(field) <= MAX_NAME
     return is_name and not field.startswith("__") and not hides
 
 

@@ -35,8 +35,8 @@ from retrodict._numerics import GaussianLaw, linalg
 WINDOW = 20
 """The number of rows with an observation in each average: a single bad update is soon corrected."""
 
-MOST_MISREAD = 2 / 3
-"""The largest ratio of `missed` to `said` with status OK.
+MAX_RELATIVE_ERROR = 2 / 3
+"""The largest ratio of `update_error` to `update_size` with status OK.
 
 Calibration: 100 series of 100 rows from each of thirteen models, with five smoothers whose smoothed
 marginals are accurate to 0.2 in total variation on average. The ratio was at most 0.52, and at most
@@ -44,10 +44,10 @@ marginals are accurate to 0.2 in total variation on average. The ratio was at mo
 volatility, where all five smoothers ignore the observations, it was at least 0.76.
 """
 
-LEAST_SAID = 0.05
-"""The constant added to the average of `said`, so that uninformative rows give a small ratio."""
+MIN_UPDATE_SIZE = 0.05
+"""The constant added to the average of `update_size`: uninformative rows have a small ratio."""
 
-MOST_SURPRISE = 4.0
+MAX_INNOVATION_RATIO = 4.0
 """The largest average ratio of squared innovations to their expectation with status OK.
 
 It corresponds to innovations twice as large as predicted. The largest observed value on the
@@ -55,10 +55,10 @@ thirteen models was 3.1. For Gaussian innovations, the probability of exceeding 
 below 1e-8 per window.
 """
 
-LARGEST_SQUARE = 10.0
+MAX_SQUARE = 10.0
 """The cap on a squared innovation, relative to its expectation; it limits the role of outliers."""
 
-MOST_CHANGE = 0.1
+MAX_CHANGE = 0.1
 """The largest move of a mean, in standard deviations, in the last iteration of a converged run."""
 
 NUM_POINTS = 64
@@ -73,16 +73,16 @@ class Status(IntEnum):
 
     OK = 0
     NOT_FINITE = 1
-    MISREAD = 2
-    SURPRISED = 3
+    WRONG_UPDATES = 2
+    LARGE_INNOVATIONS = 3
     NOT_CONVERGED = 4
 
 
 WORDS = {
     Status.OK: "ok",
     Status.NOT_FINITE: "not finite",
-    Status.SURPRISED: "lost",
-    Status.MISREAD: "lost",
+    Status.LARGE_INNOVATIONS: "lost",
+    Status.WRONG_UPDATES: "lost",
     Status.NOT_CONVERGED: "not converged",
 }
 
@@ -94,21 +94,22 @@ class Diagnostics(eqx.Module):
         squared_innovations: eᵀ S⁻¹ e, for an innovation e of predicted covariance S; near
             `degrees` on average for a correct filter.
         degrees: the number of observed entries, the degrees of freedom of `squared_innovations`.
-        said: total variation distance between the prediction and its exact update.
-        missed: total variation distance between the exact update and the linearised one.
-        surprise: moving average of `squared_innovations / degrees`, each capped at 10. The window
-            is the last twenty rows with an observation, or all such rows if there are fewer. Zero
-            until the window is full.
-        misread: sum of `missed` divided by (sum of `said` plus 0.05 per row) in the same window;
-            near 0 for accurate updates, near 1 if updates are no better than ignoring the data.
+        update_size: total variation distance between the prediction and its exact update.
+        update_error: total variation distance between the exact update and the linearised one.
+        innovation_ratio: moving average of `squared_innovations / degrees`, each capped at 10. The
+            window is the last twenty rows with an observation, or all such rows if there are fewer.
+            Zero until the window is full.
+        relative_error: sum of `update_error` divided by (sum of `update_size` plus 0.05 per row) in
+            the same window; near 0 for accurate updates, near 1 if updates are no better than
+            ignoring the data.
     """
 
     squared_innovations: Float[Array, "time"]
     degrees: Float[Array, "time"]
-    said: Float[Array, "time"]
-    missed: Float[Array, "time"]
-    surprise: Float[Array, "time"]
-    misread: Float[Array, "time"]
+    update_size: Float[Array, "time"]
+    update_error: Float[Array, "time"]
+    innovation_ratio: Float[Array, "time"]
+    relative_error: Float[Array, "time"]
 
 
 class LinearisedPosterior(eqx.Module):
@@ -119,8 +120,8 @@ class LinearisedPosterior(eqx.Module):
     - `"ok"`: no failure was detected.
     - `"lost"`: the smoother failed in some window of twenty rows with an observation (or in all
       such rows, if there are fewer). Either squared innovations, each capped at 10 times its
-      expectation, averaged more than 4 times their expectation; or `diagnostics.misread`, the
-      relative error of the linearised updates, exceeded two thirds. The relative error is near 1
+      expectation, averaged more than 4 times their expectation; or `diagnostics.relative_error`
+      of the linearised updates exceeded two thirds. The relative error is near 1
       for a smoother that ignores its observations, as every linearised smoother does on y = x²
       around 0. Five smoothers were run on 1,300 series of 100 rows from thirteen suitable models,
       and none was reported as lost.
@@ -157,7 +158,7 @@ class LinearisedPosterior(eqx.Module):
     @property
     def lost(self) -> Bool[Array, "*batch"]:
         """Whether the smoother is lost; an array, for use inside of `jax.jit` and `jax.vmap`."""
-        return (self.code == Status.SURPRISED) | (self.code == Status.MISREAD)
+        return (self.code == Status.LARGE_INNOVATIONS) | (self.code == Status.WRONG_UPDATES)
 
     @property
     def status(self) -> str:
@@ -190,21 +191,21 @@ class LinearisedPosterior(eqx.Module):
 def diagnose(model: StateSpaceModel, series: Series, last_pass: Pass) -> Diagnostics:
     """Compute the diagnostics of the last pass."""
     last_pass = lax.stop_gradient(last_pass)
-    said, missed = _readings(model, series, last_pass)
+    update_size, update_error = _readings(model, series, last_pass)
     degrees = jnp.full(series.num_times, series.ys.shape[1], last_pass.squared.dtype)
     if series.mask is not None:
         degrees = jnp.sum(series.mask, axis=1).astype(last_pass.squared.dtype)
     observed = degrees > 0
     squares = last_pass.squared / jnp.where(observed, degrees, 1.0)
-    squares = jnp.where(jnp.isnan(squares), LARGEST_SQUARE, jnp.minimum(squares, LARGEST_SQUARE))
+    squares = jnp.where(jnp.isnan(squares), MAX_SQUARE, jnp.minimum(squares, MAX_SQUARE))
     average = functools.partial(_average, observed=observed)
     return Diagnostics(
         squared_innovations=last_pass.squared,
         degrees=degrees,
-        said=said,
-        missed=missed,
-        surprise=average(squares),
-        misread=average(missed) / (average(said) + LEAST_SAID),
+        update_size=update_size,
+        update_error=update_error,
+        innovation_ratio=average(squares),
+        relative_error=average(update_error) / (average(update_size) + MIN_UPDATE_SIZE),
     )
 
 
@@ -222,7 +223,7 @@ def judge(
         diagnostics: the diagnostics of that pass.
         changes: the largest move of the means in each iteration.
         exact: whether nothing was linearised. Large innovations are then evidence against the model
-            only, and `MISREAD` and `SURPRISED` are not reported.
+            only, and `WRONG_UPDATES` and `LARGE_INNOVATIONS` are not reported.
     """
     broken = ~(
         jnp.all(jnp.isfinite(last_pass.laws.mean), axis=1)
@@ -232,11 +233,13 @@ def judge(
     # Where a criterion is met is above the limit 0.
     criteria = [(Status.NOT_FINITE, broken, 0)]
     if not exact:
-        # Wrong updates cause large innovations, not the reverse, so MISREAD takes precedence.
-        criteria.append((Status.MISREAD, diagnostics.misread > MOST_MISREAD, 0))
-        criteria.append((Status.SURPRISED, diagnostics.surprise > MOST_SURPRISE, 0))
+        # Wrong updates cause large innovations, not the reverse, so WRONG_UPDATES takes precedence.
+        criteria.append((Status.WRONG_UPDATES, diagnostics.relative_error > MAX_RELATIVE_ERROR, 0))
+        criteria.append(
+            (Status.LARGE_INNOVATIONS, diagnostics.innovation_ratio > MAX_INNOVATION_RATIO, 0)
+        )
     if changes.shape[0] > 0:
-        last = jnp.zeros(broken.shape[0], bool).at[-1].set(~(changes[-1] <= MOST_CHANGE))
+        last = jnp.zeros(broken.shape[0], bool).at[-1].set(~(changes[-1] <= MAX_CHANGE))
         criteria.append((Status.NOT_CONVERGED, last, 0))
     return first_violation(criteria)
 
@@ -244,7 +247,7 @@ def judge(
 def _readings(
     model: StateSpaceModel, series: Series, last_pass: Pass
 ) -> tuple[Float[Array, "time"], Float[Array, "time"]]:
-    """Compute `said` and `missed` for every row."""
+    """Compute `update_size` and `update_error` for every row."""
     emission = model.emission
     dim = last_pass.laws.mean.shape[1]
     noise = jnp.asarray(_normal_points(NUM_POINTS, dim), last_pass.squared.dtype)
@@ -356,20 +359,20 @@ def _explain(status: Status, posterior: LinearisedPosterior) -> str:
     if status == Status.NOT_CONVERGED:
         return (
             f"The last of {posterior.changes.shape[0]} iterations still moved a smoothed mean by"
-            f" {float(posterior.changes[-1]):.2g} standard deviations, more than {MOST_CHANGE}."
+            f" {float(posterior.changes[-1]):.2g} standard deviations, more than {MAX_CHANGE}."
             " Increase num_iterations or, if `changes` does not decrease, damping."
         )
-    if status == Status.SURPRISED:
+    if status == Status.LARGE_INNOVATIONS:
         return (
             f"The smoother is lost: {rows} squared innovations were"
-            f" {float(diagnostics.surprise[time]):.2g} times as large as predicted, more than"
-            f" {MOST_SURPRISE:.0f}. It follows a wrong state, or the model does not fit the data."
-            f" {remedy}"
+            f" {float(diagnostics.innovation_ratio[time]):.2g} times as large as predicted, more"
+            f" than {MAX_INNOVATION_RATIO:.0f}. It follows a wrong state, or the model does not fit"
+            f" the data. {remedy}"
         )
     return (
         f"The smoother is lost: {rows} the linearised updates have a relative error of"
-        f" {float(diagnostics.misread[time]):.0%}, more than {MOST_MISREAD:.0%}. Near 100% they"
-        " ignore the observations, as for an emission that is flat or symmetric around the"
-        f" predicted mean. {remedy} For other emissions, iterated_smoother with damping may"
+        f" {float(diagnostics.relative_error[time]):.0%}, more than {MAX_RELATIVE_ERROR:.0%}. Near"
+        " 100% they ignore the observations, as for an emission that is flat or symmetric around"
+        f" the predicted mean. {remedy} For other emissions, iterated_smoother with damping may"
         " converge."
     )

@@ -12,7 +12,7 @@ from retrodict._arrays import PRNGKey
 from retrodict._chains import AbstractBackwardChain
 from retrodict._model import Series, StateSpaceModel
 
-MOST_CHECKED = 8
+MAX_CHECKED = 8
 """The largest number of series of a batch that are checked: each costs a reference."""
 
 NUM_SAMPLES = 1000
@@ -77,7 +77,7 @@ def pick(tree: Any, index: int) -> Any:
 def run_references(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[SeriesReference]:
     """Compute references for some of the series, evenly spread over the batch."""
     count = batch.num_series
-    chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_CHECKED)).round().astype(int))
+    chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_CHECKED)).round().astype(int))
 
     def one(position: int) -> SeriesReference:
         series, series_key = batch.at(position), jax.random.fold_in(key, position)
@@ -137,7 +137,7 @@ def _figures(checks: list[bounds.PosteriorCheck]) -> str:
         f"compared with a reference ({methods}), the Kolmogorov distance of its marginals{of} is"
         f" {distance:.2f} on average over time, up to {missed:.0%} of the states are where it has"
         f" no mass, and its ELBO is {gap:.1f} nats below the evidence (good: up to"
-        f" {bounds.MOST_DISTANCE}, {bounds.MANY_MISSED:.0%}, and {bounds.MANY_NATS:.0f} nats or"
+        f" {bounds.MAX_DISTANCE}, {bounds.MANY_MISSED:.0%}, and {bounds.MANY_NATS:.0f} nats or"
         f" {bounds.MANY_NATS_PER_ROW} nats per row); the Pareto shape of its path"
         f" weights is {words} (weights correct whole paths up to {bounds.K_HAT_GOOD})"
     )

@@ -11,7 +11,7 @@ from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._learning import batch_for
 from retrodict._model import Series, StateSpaceModel, unwrap
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """The longest series to train on. Families trained on 64 rows were accurate on 500. A step takes
 time in proportion to the rows."""
 
@@ -38,7 +38,7 @@ def simulate_like(
     ys: Any,
     num_series: int,
     *,
-    num_times: int = MOST_ROWS,
+    num_times: int = MAX_ROWS,
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,

@@ -17,7 +17,7 @@ from retrodict._learning import FitResult, batch_for, fit
 from retrodict._linearised import LinearisedPosterior, check_moments, iterated_smoother
 from retrodict._model import Series, StateSpaceModel, check_densities, is_linear_gaussian, unwrap
 from retrodict._smooth.check import BatchCheck, SeriesReference, check_chains, pick, run_references
-from retrodict._smooth.simulate_like import MOST_ROWS, NonFiniteSimulation, simulate_batch
+from retrodict._smooth.simulate_like import MAX_ROWS, NonFiniteSimulation, simulate_batch
 from retrodict._smooth.smoothed import Method, Smoothed
 
 METHODS = ("auto", "exact", "linearised", "amortised")
@@ -311,8 +311,8 @@ def train_family(
         NonFiniteSimulation: if most of the simulated series are not finite.
     """
     data_key, held_key, mixture_key, nonlinear_key, key = jax.random.split(key, 5)
-    train = simulate_batch(data_key, model, batch, num_series, MOST_ROWS)
-    held_out = tuple(simulate_batch(held_key, model, batch, NUM_HELD_OUT, MOST_ROWS))
+    train = simulate_batch(data_key, model, batch, num_series, MAX_ROWS)
+    held_out = tuple(simulate_batch(held_key, model, batch, NUM_HELD_OUT, MAX_ROWS))
     dims = (model.state_dim, batch.ys.shape[-1])
     input_dim = 0 if batch.inputs is None else batch.inputs.shape[-1]
 

@@ -16,7 +16,7 @@ from retrodict._smooth.check import pick
 
 Method = Literal["exact", "linearised", "amortised"]
 
-MOST_DRAWN = 2**25
+MAX_DRAWN = 2**25
 """The largest number of values drawn at once for quantiles, which bounds the paths per series."""
 
 
@@ -98,7 +98,7 @@ class Smoothed(eqx.Module):
         else:
             if num_samples is None:
                 size = self.mean.shape[-2] * self.mean.shape[-1]
-                num_samples = max(200, min(1000, MOST_DRAWN // size))
+                num_samples = max(200, min(1000, MAX_DRAWN // size))
             quantiles = self._path_quantiles(flat, check_count(num_samples, "num_samples"))
         return quantiles.reshape(*levels.shape, *self.mean.shape)
 

@@ -5,7 +5,7 @@ from retrodict.bounds.check import K_HAT_GOOD as K_HAT_GOOD
 from retrodict.bounds.check import MANY_MISSED as MANY_MISSED
 from retrodict.bounds.check import MANY_NATS as MANY_NATS
 from retrodict.bounds.check import MANY_NATS_PER_ROW as MANY_NATS_PER_ROW
-from retrodict.bounds.check import MOST_DISTANCE as MOST_DISTANCE
+from retrodict.bounds.check import MAX_DISTANCE as MAX_DISTANCE
 from retrodict.bounds.check import Kind as Kind
 from retrodict.bounds.check import PosteriorCheck as PosteriorCheck
 from retrodict.bounds.check import check_posterior as check_posterior

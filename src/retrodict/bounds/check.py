@@ -34,7 +34,7 @@ TAIL = 1e-3
 MANY_MISSED = 0.05
 """The largest share of reference states outside of the chain before a mode counts as lost."""
 
-FEWEST_PATHS = 200
+MIN_PATHS = 200
 """With fewer paths, shares of 5% occur at some time by chance."""
 
 MANY_NATS = 3.0
@@ -43,22 +43,22 @@ MANY_NATS = 3.0
 MANY_NATS_PER_ROW = 0.05
 """The gap of a Gaussian law that is off by 0.3 standard deviations, or by a third in its scale."""
 
-MOST_DISTANCE = 0.15
+MAX_DISTANCE = 0.15
 """The largest Kolmogorov distance to the reference, as a root mean square over time. A mean that is
 off by 0.4 standard deviations has this distance."""
 
-MOST_DISTANCE_AT_ONCE = 0.3
+MAX_DISTANCE_AT_ONCE = 0.3
 """The largest Kolmogorov distance at any one time."""
 
-MOST_SHIFT = 0.3
+MAX_SHIFT = 0.3
 """The largest error of the means in standard deviations, as a root mean square over time. An
 interval with a nominal coverage of 90% then covers 88%."""
 
-MOST_STRETCH = 0.26
+MAX_STRETCH = 0.26
 """The largest error of the logarithm of standard deviations, as a root mean square over time. With
 standard deviations too small by this factor of 1.3, a 90% interval covers 79%."""
 
-SMALLEST_SHARE = 0.05
+MIN_SHARE = 0.05
 """The least share of the evidence of another solution that counts as a lost mode."""
 
 
@@ -180,9 +180,9 @@ def check_posterior(
     check_key(key, "check_posterior")
     check_chain(chain, "check_posterior")
     count = check_count(num_samples, "num_samples")
-    if count < FEWEST_PATHS:
+    if count < MIN_PATHS:
         raise ValueError(
-            f"check_posterior expects num_samples of {FEWEST_PATHS} or more, got {count}: with"
+            f"check_posterior expects num_samples of {MIN_PATHS} or more, got {count}: with"
             " fewer, it would raise false alarms."
         )
     model = unwrap(model)
@@ -274,8 +274,8 @@ def _compare_laws(
     apart = np.asarray(distance)[:rows]
     average, largest = root_mean_square(apart), float(np.max(apart))
     shift, stretch = _moment_errors(chain, paths, reference.states, rows)
-    close = average <= MOST_DISTANCE and largest <= MOST_DISTANCE_AT_ONCE
-    if not (close and shift <= MOST_SHIFT and stretch <= MOST_STRETCH):
+    close = average <= MAX_DISTANCE and largest <= MAX_DISTANCE_AT_ONCE
+    if not (close and shift <= MAX_SHIFT and stretch <= MAX_STRETCH):
         yield (
             "wrong law",
             f"wrong law: marginals of the chain and of the reference ({reference.method}) have a"
@@ -317,7 +317,7 @@ def _find_other_mode(
         evidences.append(float(reference.log_evidence))
     for mode in reference.modes:
         share = math.exp(mode.log_evidence - max(evidences))
-        if share < SMALLEST_SHARE:
+        if share < MIN_SHARE:
             continue
         missed = np.asarray(_missed(chain, paths, mode.paths))[:rows]
         worst = int(np.argmax(missed))

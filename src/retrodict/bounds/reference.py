@@ -32,7 +32,7 @@ ATTEMPTS = ((3, 1000), (6, 4000))
 """The numbers of independent particle smoothers that must agree, and of particles of each; and the
 same for a second attempt."""
 
-MOST_NOISE = 0.1
+MAX_NOISE = 0.1
 """The largest error of the mean of the runs, as a root mean square of Kolmogorov distances."""
 
 DOUBT = 0.1
@@ -41,10 +41,10 @@ DOUBT = 0.1
 GRIDS = {1: (512, 2048, 4096), 2: (48, 96)}
 """Numbers of points per coordinate, by state dimension, from coarse to fine."""
 
-MOST_WORK = {1: 2**32, 2: 2**36}
+MAX_WORK = {1: 2**32, 2: 2**36}
 """The largest number of pairs of points times rows, by state dimension."""
 
-MOST_GRID_ERROR = 0.5
+MAX_GRID_ERROR = 0.5
 """The largest estimated error of a grid, in nats and in standard deviations. The estimate is the
 error of a grid with three quarters of the points, far above that of the grid itself."""
 
@@ -52,7 +52,7 @@ NUM_PRIOR_PATHS = (256, 4096)
 """The least and the largest number of paths of the prior. They determine the box of a grid, which
 must cover also the states that few paths reach: the data may favour these."""
 
-MOST_PRIOR_VALUES = 2**22
+MAX_PRIOR_VALUES = 2**22
 """The number of values of these paths from which on there are fewer."""
 
 MARGIN = 0.25
@@ -208,7 +208,7 @@ def _rows(series: Series) -> int:
 def _prior_paths(key: PRNGKey, model: StateSpaceModel, series: Series) -> Array:
     n, us = series.num_times, series.inputs
     least, most = NUM_PRIOR_PATHS
-    count = min(most, max(least, MOST_PRIOR_VALUES // (n * model.state_dim)))
+    count = min(most, max(least, MAX_PRIOR_VALUES // (n * model.state_dim)))
     keys = jax.random.split(key, count)
     return jax.vmap(lambda key: model.simulate(key, n, inputs=us)[0])(keys)
 
@@ -229,7 +229,7 @@ def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridP
     level, wider = 0, 0
     while level < len(GRIDS[dim]) and wider < 3:
         points = GRIDS[dim][level]
-        if series.num_times * float(points) ** (2 * dim) > MOST_WORK[dim]:
+        if series.num_times * float(points) ** (2 * dim) > MAX_WORK[dim]:
             return None
         grid = Grid(jnp.asarray(low), jnp.asarray(high), points)
         try:
@@ -237,7 +237,7 @@ def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridP
         except (TypeError, ValueError):
             return None
         code = int(posterior.status)
-        if code == Status.FINE and float(posterior.discretisation_error) < MOST_GRID_ERROR:
+        if code == Status.FINE and float(posterior.discretisation_error) < MAX_GRID_ERROR:
             return posterior
         if code in (Status.EDGE, Status.ESCAPING):
             wider, margin = wider + 1, 0.5 * (high - low)
@@ -273,7 +273,7 @@ def _from_runs(
             others = jnp.concatenate([each.samples for j, each in enumerate(runs) if j != i])
             apart.append(root_mean_square(distances(run.samples, others)[: _rows(series)]))
         difference = root_mean_square(apart)
-        if _largest_error(difference, num_runs) > MOST_NOISE:
+        if _largest_error(difference, num_runs) > MAX_NOISE:
             problem = (
                 f"{num_runs} particle smoothers with {count} tempered particles disagree: their"
                 f" marginals differ by {difference:.0%} on average"

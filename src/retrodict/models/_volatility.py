@@ -26,7 +26,7 @@ from retrodict.models._equations import (
 from retrodict.models._registry import ready
 from retrodict.models._start import Sample, centre, reverting, variance
 
-LARGEST_LEVERAGE = 0.9
+MAX_LEVERAGE = 0.9
 """The bound of the correlation of a return with the next step of its log variance."""
 
 
@@ -133,7 +133,7 @@ def stochastic_volatility(
     if leverage:
         prior_mean = None if prior_mean is None else _beside(prior_mean, 0.0, obs_dim)
         prior_scale = None if prior_scale is None else _beside(prior_scale, 1.0, obs_dim)
-        rho = Bounded(real(correlation, obs_dim), -LARGEST_LEVERAGE, LARGEST_LEVERAGE)
+        rho = Bounded(real(correlation, obs_dim), -MAX_LEVERAGE, MAX_LEVERAGE)
         emission = VolatilityEmission(rho)
     prior = stationary_unless(prior_mean, prior_scale, equation, (1 + leverage) * obs_dim)
     return StateSpaceModel(prior, kernel_of(equation, irregular), emission)

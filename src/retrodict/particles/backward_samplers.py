@@ -21,7 +21,7 @@ Shares: TypeAlias = Float[Array, "sample"]
 FAN = 16
 """The number of particles, and then of groups, that are summed into one group."""
 
-LARGEST_TILE = 2**22
+MAX_TILE = 2**22
 """The largest number of group sums in memory; more paths are processed in chunks."""
 
 REST = 64
@@ -94,7 +94,7 @@ class ExactBackward(AbstractBackwardSampler):
         count, num_paths = log_weights.shape[0], xs.shape[0]
         # Only group sums are in memory where distances fuse into them.
         share = FAN if pairs.whitened and not by_products(pairs.particles) else 1
-        chunk = max(1, LARGEST_TILE * share // count)
+        chunk = max(1, MAX_TILE * share // count)
 
         def draw_chunk(rows: tuple[Array, Array, Array]) -> Array:
             prepared, shares, ancestors = rows

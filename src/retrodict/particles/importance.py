@@ -21,7 +21,7 @@ from retrodict._expectations import (
 from retrodict._model import Series, StateSpaceModel, prepare_rows, unwrap
 from retrodict.particles.ffbsi import existing_rows, path_values
 from retrodict.particles.moments import AbstractWeightedStates, check_functional, weighted_quantile
-from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
+from retrodict.particles.pareto import K_HAT_GOOD, MIN_WEIGHTS, pareto_smoothed
 
 AT_ONCE = 100
 """The number of paths that are weighed at once."""
@@ -219,10 +219,10 @@ def _check_weights(raw: np.ndarray) -> None:
 def _messages(k_hat: float, num_samples: int) -> tuple[str, ...]:
     if k_hat <= K_HAT_GOOD:
         return ()
-    if num_samples < FEWEST_WEIGHTS:
+    if num_samples < MIN_WEIGHTS:
         return (
             f"unknown: {num_samples} paths are too few to fit the Pareto shape of their weights,"
-            f" which counts as infinite. Draw at least {FEWEST_WEIGHTS} paths",
+            f" which counts as infinite. Draw at least {MIN_WEIGHTS} paths",
         )
     return (
         f"unreliable: the Pareto shape of the weights is {k_hat:.2f}, above {K_HAT_GOOD}: a few"

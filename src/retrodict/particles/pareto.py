@@ -16,7 +16,7 @@ K_HAT_GOOD = 0.7
 FEWEST = 5
 """The least number of weights in a tail to which a shape is fitted."""
 
-FEWEST_WEIGHTS = 5 * (FEWEST - 1) + 1
+MIN_WEIGHTS = 5 * (FEWEST - 1) + 1
 """The least number of weights of which a fifth, rounded up, makes a tail."""
 
 PRIOR_SIZE = 10.0

@@ -27,19 +27,19 @@ from retrodict.particles.cloud import Cloud, Step, draw_first, normalise_weights
 from retrodict.particles.ffbsi import ParticlePosterior, run_smoother
 from retrodict.particles.resampling import Ancestors, Particles, Scheme, Weights, resample
 
-LEAST_ESS = 0.5
+MIN_ESS = 0.5
 """The share of the effective sample size that a step in the temperature keeps."""
 
 NUM_MOVES = 4
 """The number of Metropolis moves per particle and temperature."""
 
-MOST_STAGES = 60
+MAX_STAGES = 60
 """The largest number of temperatures per row: each halves the sample, so that 60 cover 40 nats."""
 
 NUM_HALVINGS = 30
 """The number of bisections for the next temperature."""
 
-SMALLEST_STEP = 1e-9
+MIN_STEP = 1e-9
 """The smallest step in the temperature."""
 
 JUMPS = 0.2
@@ -116,7 +116,7 @@ class TemperedFilter(eqx.Module):
 
         def unfinished(stage: _Stage) -> Array:
             possible = jnp.isfinite(stage.total)
-            return (stage.phi < 1.0) & (stage.num_stages < MOST_STAGES) & possible
+            return (stage.phi < 1.0) & (stage.num_stages < MAX_STAGES) & possible
 
         def advance(stage: _Stage) -> _Stage:
             phi = _next_temperature(stage.phi, stage.log_g)
@@ -162,14 +162,14 @@ def _scaled(factor: Scalar, logs: Weights) -> Weights:
 
 
 def _next_temperature(phi: Scalar, log_g: Weights) -> Scalar:
-    """Return the largest temperature that keeps the share `LEAST_ESS` of the sample size."""
+    """Return the largest temperature that keeps the share `MIN_ESS` of the sample size."""
 
     def share(step: Scalar) -> Scalar:
         weights = jax.nn.softmax(_scaled(step, log_g))
         return 1.0 / (log_g.shape[0] * jnp.sum(weights**2))
 
     # Particles that are impossible at any temperature are lost at the first step in any case.
-    least = LEAST_ESS * jnp.mean(log_g > -jnp.inf)
+    least = MIN_ESS * jnp.mean(log_g > -jnp.inf)
 
     def halve(_: Any, ends: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         low, high = ends
@@ -178,7 +178,7 @@ def _next_temperature(phi: Scalar, log_g: Weights) -> Scalar:
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     remaining = 1.0 - phi
-    smallest = jnp.minimum(jnp.asarray(SMALLEST_STEP, phi.dtype), remaining)
+    smallest = jnp.minimum(jnp.asarray(MIN_STEP, phi.dtype), remaining)
     low, _ = lax.fori_loop(0, NUM_HALVINGS, halve, (smallest, remaining))
     return jnp.where(share(remaining) >= least, 1.0, jnp.minimum(phi + low, 1.0))
 

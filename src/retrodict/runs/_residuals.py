@@ -17,7 +17,7 @@ NUM_LAGS = 10
 TINY = 1e-12
 """The distance of levels from zero and one, whose quantiles are infinite."""
 
-LEAST_EFFECTIVE = 0.02
+MIN_EFFECTIVE = 0.02
 """The median effective share of particles below which a filter is not used."""
 
 WIDE = 3.0
@@ -84,7 +84,7 @@ def pit(
         filter_key, model, ys, num_particles, mask=mask, inputs=inputs, strict=False
     )
     rows = observed.any(axis=1)
-    if not np.median(np.asarray(filtered.ess)[rows]) > LEAST_EFFECTIVE * num_particles:
+    if not np.median(np.asarray(filtered.ess)[rows]) > MIN_EFFECTIVE * num_particles:
         return np.full(observed.shape, np.nan)
     draws = _draw_ahead(model, filtered.particles, filtered.log_weights, draw_key, us)
     level = randomised_rank(tie_key, np.asarray(draws), np.asarray(ys))

@@ -41,7 +41,7 @@ WINDOW = 8
 WARMUP = 100
 """Rows over which shrinking steps first grow, while Adam estimates the gradient noise."""
 
-LARGEST_GRADIENT = 10.0
+MAX_GRADIENT = 10.0
 """The norm at which gradients are clipped, in nats per relative change."""
 
 SECONDS_BETWEEN_FIGURES = 30.0
@@ -197,7 +197,7 @@ def _optimiser(schedule: str, largest: float) -> optax.GradientTransformation:
     rate: Any = largest
     if schedule == "robbins-monro":
         rate = rd.online.robbins_monro(largest, warmup=WARMUP)
-    adam = optax.chain(optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adam(rate))
+    adam = optax.chain(optax.clip_by_global_norm(MAX_GRADIENT), optax.adam(rate))
     # On one long vector: many small arrays take longer to compile and to update.
     return optax.chain(relative_to_size(), optax.flatten(adam), relative_to_size())
 

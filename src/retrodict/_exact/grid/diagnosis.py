@@ -12,17 +12,17 @@ from jaxtyping import Array, Float, Int
 from retrodict._arrays import Scalar
 from retrodict._exact.grid.mesh import EDGE, Grid
 
-MOST_ESCAPING = 0.25
+MAX_ESCAPING = 0.25
 """The largest fraction of a transition that may leave the box.
 
 Mass that leaves the box is not an error by itself, since an observation may exclude it. Only modes
 of the posterior entirely outside of the box would be missed. The limit is therefore loose.
 """
 
-MOST_EXCESS = 0.02
+MAX_EXCESS = 0.02
 """The largest average excess over 1 of the row sums of a transition."""
 
-LEAST_RESOLUTION = 0.5
+MIN_RESOLUTION = 0.5
 """The smallest posterior width in spacings; the trapezoidal rule then has an error of about 1%."""
 
 
@@ -81,9 +81,9 @@ def judge(
     criteria = [
         (Status.IMPOSSIBLE, ~jnp.isfinite(increments), 0),
         (Status.EDGE, diagnostics.boundary_mass, tolerance),
-        (Status.COARSE_POSTERIOR, 1.0 / diagnostics.resolution, 1.0 / LEAST_RESOLUTION),
-        (Status.COARSE_TRANSITION, diagnostics.transition_excess, MOST_EXCESS),
-        (Status.ESCAPING, diagnostics.escaping_mass, MOST_ESCAPING),
+        (Status.COARSE_POSTERIOR, 1.0 / diagnostics.resolution, 1.0 / MIN_RESOLUTION),
+        (Status.COARSE_TRANSITION, diagnostics.transition_excess, MAX_EXCESS),
+        (Status.ESCAPING, diagnostics.escaping_mass, MAX_ESCAPING),
     ]
     return first_violation(criteria)
 
@@ -124,7 +124,7 @@ def explain(
         width = float(diagnostics.resolution[time])
         return (
             f"The grid is too coarse: the posterior at time {time} has a standard deviation of only"
-            f" {width:.2g} spacings, and at least {LEAST_RESOLUTION} are needed. Use"
+            f" {width:.2g} spacings, and at least {MIN_RESOLUTION} are needed. Use"
             f" num_points={_more_points(grid, width)} or a narrower box."
         )
     if status == Status.COARSE_TRANSITION:
