@@ -40,8 +40,8 @@ def known_values(value: Any) -> np.ndarray | None:
 def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
     """Convert an argument to a real floating-point array.
 
-    Every constructor and every verb converts its numbers here. Accepted are arrays of JAX, NumPy
-    and xarray, masked arrays, frames and series of pandas and polars, nested lists and numbers.
+    Constructors and functions convert their numbers here. Accepted are arrays of JAX, NumPy and
+    xarray, masked arrays, frames and series of pandas and polars, nested lists and numbers.
     float32 and float64 keep their type, if it is enabled; integers, booleans and narrower types
     become the default floating type.
 

@@ -33,4 +33,4 @@ def test_series_of_a_batch_and_rows_of_a_series_are_taken_by_index():
     assert one.length is not None and int(one.length) == 2 and one.num_times == 3
     row = one.rows.at(0)
     np.testing.assert_array_equal(row.ys, ys[1, 0])
-    assert row.length is None and np.shape(row.mask) == (2,)
+    assert row.length is None and row.mask is not None and row.mask.shape == (2,)

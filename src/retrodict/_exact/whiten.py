@@ -37,8 +37,8 @@ class Reduced(NamedTuple):
     Attributes:
         design: the design, possibly with a leading time axis.
         value: the values.
-        slope: Hᵀ v of the part of a row out of the span of its design. It is zero, and its
-            derivative is not. `None` if rows were not reduced.
+        slope: Hᵀ v of the component of a row orthogonal to the span of its design: zero, with a
+            nonzero derivative (see `_reduce`). `None` if rows were not reduced.
         squares: the square norm of that part, which enters the log density alone.
     """
 

@@ -341,7 +341,7 @@ def _within(
     estimator: AbstractEstimator,
     key: Any,
     max_samples: int,
-    judged: Callable[[PyTree], PyTree] = lambda errors: errors,
+    select: Callable[[PyTree], PyTree] = lambda errors: errors,
 ) -> Estimate:
     """Return the mean of as many runs of an estimator as a tolerance needs.
 
@@ -351,7 +351,7 @@ def _within(
         estimator: the estimator, which has the number of replicates of a run.
         key: a typed key.
         max_samples: the largest total number of paths.
-        judged: selects the standard errors that must be within the tolerance.
+        select: selects the standard errors that must be within the tolerance.
     """
     if tolerance is None or estimator.error == "none":
         return run(key)
@@ -364,10 +364,10 @@ def _within(
     results = [run(key)]
     while True:
         estimate = _pooled(results)
-        error = _largest(judged(estimate.standard_error))
+        error = _largest(select(estimate.standard_error))
         if error <= tolerance:
             return estimate
-        # A tenth more than the estimated error needs, since it is itself an estimate.
+        # 10% more than the estimated error requires, since it is an estimate itself.
         needed = math.ceil(1.1 * len(results) * (error / tolerance) ** 2)
         if needed * count > max_samples:
             raise ValueError(

@@ -172,7 +172,7 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         at, factor = mean, scale
         for network in self.networks:
             sites = _corrected(network, *self._look(at, factor, embedded), embedded.mask)
-            at, factor = _take_in(mean, scale, at, sites)
+            at, factor = _condition_on_sites(mean, scale, at, sites)
         return recursions.GaussianState(at, factor, state.num_read + 1)
 
     def read(
@@ -280,7 +280,7 @@ def _corrected(
     return Sites(sites.design, slope, curvature)
 
 
-def _take_in(
+def _condition_on_sites(
     mean: Float[Array, "state"],
     scale: Float[Array, "state state"],
     at: Float[Array, "state"],

@@ -117,7 +117,7 @@ class AbstractFamily(eqx.Module):
     def step(
         self, state: Any, y: Any, *, mask: Any = None, inputs: Any = None
     ) -> tuple[Any, Factor]:
-        """Read one row.
+        """Process one row.
 
         Args:
             state: the state that `init` or the previous step returned.
@@ -207,7 +207,7 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
     def step(
         self, state: Any, y: Any, *, mask: Any = None, inputs: Any = None
     ) -> tuple[Any, Factor]:
-        """Read one row, and return the next state and the factors q_k and q_{k-1|k}."""
+        """Process one row, and return the next state and the factors q_k and q_{k-1|k}."""
         return _step(self, state, prepare_row(self, y, mask=mask, inputs=inputs))
 
     def infer(

@@ -114,7 +114,7 @@ def prepare_series(
         TypeError: if an array has the wrong type.
     """
     ys = as_real_array(ys, "ys", missing=True)
-    check_rows(ys, "ys", "obs", "jax.vmap(lambda ys: verb(model, ys))(ys_batch)")
+    check_rows(ys, "ys", "obs", "jax.vmap(lambda ys: function(model, ys))(ys_batch)")
     check_columns(ys, "ys", obs_dim)
     observed = _observed_entries(ys, mask, "ys")
     count = prepare_length(length, ys.shape[0])

@@ -342,9 +342,9 @@ def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
     return _over_series(lambda ys, **rest: iterated_smoother(model, ys, **rest), batch)
 
 
-def _over_series(verb: Callable[..., Any], batch: Series) -> Any:
-    """Apply a verb of one series to a batch."""
-    return eqx.filter_vmap(lambda series: verb(series.ys, **series.options()))(batch)
+def _over_series(smoother: Callable[..., Any], batch: Series) -> Any:
+    """Apply a smoother of one series to a batch."""
+    return eqx.filter_vmap(lambda series: smoother(series.ys, **series.options()))(batch)
 
 
 def _marginals(

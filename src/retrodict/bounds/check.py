@@ -29,7 +29,7 @@ from retrodict.bounds.reference import (
 from retrodict.particles import K_HAT_GOOD, ParticlePosterior, log_weights_of, pareto_shape
 
 TAIL = 1e-3
-"""States with less than this mass of the chain further out count as outside of it."""
+"""A state is outside of the chain if less than this fraction of the chain lies further out."""
 
 MANY_MISSED = 0.05
 """The largest share of reference states outside of the chain before a mode counts as lost."""

@@ -169,9 +169,9 @@ def sharded_vmap(
 ) -> Callable[..., Any]:
     """Return `jax.jit(jax.vmap(fn, in_axes))` with the mapped axis sharded over devices.
 
-    It maps any verb of this library that takes one series, or one key, over a batch. The results
-    are those of one device up to rounding, for any batch size: the batch is padded to a multiple of
-    the number of devices, and the results are cut.
+    It maps functions of one series, or of one key, over a batch. The results are those of one
+    device up to rounding, for any batch size: the batch is padded to a multiple of the number of
+    devices, and the results are cut.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd

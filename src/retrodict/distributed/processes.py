@@ -54,7 +54,7 @@ def initialise(
 ) -> None:
     """Connect several processes, on one machine or many, to one program.
 
-    Each process must call it before any computation. Afterwards `fit`, and every verb with
+    Each process must call it before any computation. Afterwards `fit`, and every function with
     `mesh="all"`, runs on the devices of all processes. Jobs of SLURM or Open MPI are detected;
     elsewhere all three arguments are required. A lost process ends the others.
 
