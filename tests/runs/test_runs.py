@@ -891,6 +891,11 @@ def test_memory_states_are_omitted_and_parameters_named_by_column(tmp_path, monk
     assert [panel.title for panel in series.panels] == ["[red]infl", "level", "season"]
     (every,) = _report._series(run, table, 0, 0.9, 0, all_states=True)
     assert len(every.panels) == 13
+    for all_states, count in ((False, 2), (True, 12)):
+        rows, answers = io.BytesIO(b"date,[red]infl\n200401,1.0\n200402,2.0\n"), io.BytesIO()
+        options = {"state": tmp_path / f"{count}.rd", "all_states": all_states}
+        assert runs.stream(run, rows, answers, lag=1, **options) == 2
+        assert len(answers.getvalue().splitlines()[0].split(b",")) == 2 + 4 * count
 
 
 def test_unit_of_uneven_times_is_printed(tmp_path, monkeypatch, capsys):

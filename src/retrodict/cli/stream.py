@@ -14,6 +14,7 @@ from retrodict.cli._errors import as_option, require_output, writing
 from retrodict.cli._options import (
     MAX_COUNT,
     MAX_ROWS_IN_MEMORY,
+    AllStates,
     AsJson,
     PythonModel,
     RunFolder,
@@ -126,6 +127,7 @@ def stream(
     figure: FigureOption = None,
     save_run: SaveRunOption = None,
     restart: RestartOption = False,
+    all_states: AllStates = False,
     model: PythonModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -176,6 +178,7 @@ def stream(
             flush=flush,
             seed=seed,
             as_json=as_json,
+            all_states=all_states,
             learning=learning,
             restart=restart,
             after=start,

@@ -15,7 +15,7 @@ import retrodict as rd
 from retrodict import data
 from retrodict._interface import Argument, Notice
 from retrodict.runs._record import RunError
-from retrodict.runs._run import Run, state_names
+from retrodict.runs._run import Run, shown_states, state_names
 from retrodict.runs._stream_files import (
     MonitorState,
     OutputFile,
@@ -28,7 +28,7 @@ from retrodict.runs._stream_files import (
     write_state,
 )
 from retrodict.runs._stream_learning import HISTORY_STARTS, Learning, Monitor, refuse_existing
-from retrodict.runs._stream_lines import Answers, as_lines, as_texts, header
+from retrodict.runs._stream_lines import Answers, Shown, as_lines, as_texts, header
 
 CHUNK = 256
 """Rows per call of the compiled program; a shorter chunk is padded."""
@@ -49,6 +49,7 @@ def stream(
     flush: bool = False,
     seed: int = 0,
     as_json: bool = False,
+    all_states: bool = False,
     learning: Learning | None = None,
     restart: bool = False,
     after: data.Table | Literal["fit", "prior"] = "fit",
@@ -97,6 +98,7 @@ def stream(
             this ends the stream.
         seed: the random seed of families that draw.
         as_json: whether an answer is a line of JSON instead of comma-separated values.
+        all_states: whether answers have the states that only store earlier values of others.
         learning: the options of learning from the rows; by default the parameters are fixed.
         restart: whether to start over: the state, and the files that this stream wrote, are
             replaced.
@@ -127,15 +129,16 @@ def stream(
     for path in paths:
         if isinstance(path, Path):
             data.check_target(path, overwrite=True, suffixes=())
-    names = state_names(run)
-    first_line = b"" if as_json else header(names)
+    indices, names = shown_states(run, every=all_states), state_names(run)
+    shown = Shown(indices, [names[index] for index in indices])
+    first_line = b"" if as_json else header(shown.names)
     with ExitStack() as files:
         lock = StateLock(state_path, files)
         # Without output files and rows a state is only read, and another stream may use it.
         if restart or any(isinstance(path, Path) for path in paths[1:]):
             lock.take()
         if restart:
-            _forget(state_path, out, learning, names)
+            _forget(state_path, out, learning, (header(names), header(shown.names)))
         fingerprint = _fingerprint(run, smoother, learning, fingerprint_before)
         fresh = StreamState.initial(smoother, seed)
         current = read_state(state_path, fingerprint, fresh)
@@ -157,7 +160,7 @@ def stream(
             current = _read_before(run, smoother, learning, current, rows_before, seed)
         session = _Session(
             run.layout,
-            names,
+            shown,
             smoother,
             current,
             state_path,
@@ -191,7 +194,7 @@ class _Session:
 
     Attributes:
         layout: the layout of the table that the run was fitted to.
-        names: the names of the states.
+        shown: the states in the answers.
         smoother: the smoother.
         state: the state of the stream.
         state_path: the file of the state.
@@ -204,7 +207,7 @@ class _Session:
     """
 
     layout: dict[str, Any]
-    names: list[str]
+    shown: Shown
     smoother: Smoother
     state: StreamState
     state_path: Path
@@ -276,7 +279,7 @@ class _Session:
 
     def write(self, answers: Answers) -> None:
         """Write answers and pass them on."""
-        self.answers.write(as_lines(answers, self.names, self.as_json))
+        self.answers.write(as_lines(answers, self.shown, self.as_json))
         self.answers.flush()
 
     def report_skipped(self, reader: data.LiveReader) -> None:
@@ -446,11 +449,13 @@ def _fingerprint(
     return json.dumps(settings, sort_keys=True)
 
 
-def _forget(state_path: Path, out: Any, learning: Learning | None, names: list[str]) -> None:
+def _forget(
+    state_path: Path, out: Any, learning: Learning | None, headers: tuple[bytes, ...]
+) -> None:
     """Remove a state and the output of its stream, but no other files."""
     if not state_path.exists():
         return
-    answers = isinstance(out, Path) and empty_file(out, (header(names), b'{"time": '))
+    answers = isinstance(out, Path) and empty_file(out, (*headers, b'{"time": '))
     if learning is not None:
         history = empty_file(learning.history, HISTORY_STARTS)
         if learning.figure is not None and (answers or history):

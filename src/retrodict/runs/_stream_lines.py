@@ -8,6 +8,13 @@ import numpy as np
 from retrodict._files import as_csv
 
 
+class Shown(NamedTuple):
+    """The states in the answers: their indices and names."""
+
+    indices: list[int]
+    names: list[str]
+
+
 class Answers(NamedTuple):
     """Answers to rows: filtered moments, and smoothed moments of earlier rows where `ready`."""
 
@@ -25,12 +32,14 @@ def header(names: list[str]) -> bytes:
     return as_csv(["time", *filtered, "smoothed_time", *smoothed], [])
 
 
-def as_lines(answers: Answers, names: list[str], as_json: bool) -> bytes:
+def as_lines(answers: Answers, shown: Shown, as_json: bool) -> bytes:
     """Return answers as lines of comma-separated values or of JSON."""
     times, smoothed_times = as_texts(answers.times), as_texts(answers.smoothed_times)
-    smoothed = _interleaved(answers.smoothed)
-    filtered = None if answers.filtered is None else _interleaved(answers.filtered)
-    lines = []
+    smoothed = _interleaved(answers.smoothed, shown.indices)
+    filtered = None
+    if answers.filtered is not None:
+        filtered = _interleaved(answers.filtered, shown.indices)
+    names, lines = shown.names, []
     for i, ready in enumerate(answers.ready):
         now = None if filtered is None else filtered[i]
         smoothed_time, later = (smoothed_times[i], smoothed[i]) if ready else (None, None)
@@ -52,12 +61,12 @@ def _by_name(names: list[str], cells: list[float] | None) -> dict[str, dict[str,
     return {name: {"mean": mean, "std": std} for name, mean, std in pairs}
 
 
-def _interleaved(moments: tuple[np.ndarray, np.ndarray]) -> list[list[float]]:
-    """Return means and standard deviations in turn, rounded to ten digits.
+def _interleaved(moments: tuple[np.ndarray, np.ndarray], indices: list[int]) -> list[list[float]]:
+    """Return means and standard deviations of some states in turn, rounded to ten digits.
 
     The last of the sixteen digits depends on how rows are cut into chunks; answers must not.
     """
-    rows = np.stack(moments, axis=-1).reshape(len(moments[0]), -1).tolist()
+    rows = np.stack(moments, axis=-1)[:, indices].reshape(len(moments[0]), -1).tolist()
     return [[float(f"{cell:.10g}") for cell in row] for row in rows]
 
 
