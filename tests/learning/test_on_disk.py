@@ -385,7 +385,7 @@ def broken(frame: pd.DataFrame, how: str, path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("apart", "is in another place too; sort the rows by who"),
+        ("apart", "is in another block too; sort the rows by who"),
         ("text", "row 201, column 'a': 'none of these' is not a number"),
         ("column", "no column 'whom'"),
         ("off the grid", "are on a grid of step 1D"),
