@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -301,9 +302,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 def test_interrupt_swallowed_by_a_callback_is_raised_again():
     lost = SimpleNamespace(exc_type=KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        interrupt_again(lost)
-        time.sleep(10)
+    # A process that was started in the background ignores interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_again(lost)
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_opened_files_do_not_replace_closed_standard_streams(tmp_path):
