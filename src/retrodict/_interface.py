@@ -8,6 +8,7 @@ when the name is first used.
 import ast
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,23 @@ class ModelError(UserError):
         ...     print(error)
         There is no ready model local_levels. Did you mean local_level? ...
     """
+
+
+MIN_THREADS = 16
+"""The smallest number of threads of XLA, more than batches of LAPACK calls that run at once."""
+
+
+def ensure_threads() -> None:
+    """Let XLA start `MIN_THREADS` threads or more, if JAX has not computed anything yet.
+
+    jaxlib 0.10 divides a batch of LAPACK calls among its threads, one per core, and waits for them
+    on one of these threads. If as many batches as threads run at once, all threads wait: a
+    deadlock, which occurs on two cores. A number that the user has set has precedence.
+    """
+    os.environ.setdefault("PJRT_NPROC", str(max(MIN_THREADS, os.cpu_count() or 1)))
+
+
+ensure_threads()  # here, since every import of the library begins with this module
 
 
 def optional(name: str, extra: str = "data") -> Any:

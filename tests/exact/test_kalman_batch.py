@@ -1,5 +1,9 @@
 """Many series at once: each posterior is that of its series, and covariances are computed once."""
 
+import os
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -132,3 +136,25 @@ def test_kalman_smoother_batch_accepts_traced_observations():
     model, ys, _ = problem()
     evidence = jax.jit(lambda ys: rd.kalman_smoother_batch(model, ys).log_evidence)(jnp.asarray(ys))
     np.testing.assert_allclose(evidence, rd.kalman_smoother_batch(model, ys).log_evidence)
+
+
+@pytest.mark.slow
+def test_large_batches_with_masks_of_their_own_do_not_hang_on_two_cores():
+    """With one thread per core, jaxlib 0.10 hangs in this batch."""
+    code = """
+import jax.numpy as jnp, numpy as np, retrodict as rd
+rng, eye = np.random.default_rng(0), jnp.eye(10)
+model = rd.StateSpaceModel(
+    rd.Gaussian(jnp.zeros(10), eye),
+    rd.LinearGaussianKernel(0.9 * eye, jnp.zeros(10), eye),
+    rd.LinearGaussianKernel(eye, jnp.zeros(10), eye),
+)
+mask = rng.random((64, 500, 10)) > 0.1
+batch = rd.kalman_smoother_batch(model, rng.normal(size=mask.shape), mask=mask)
+print(batch.marginals().mean.shape)
+"""
+    environment = {name: v for name, v in os.environ.items() if name != "PJRT_NPROC"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=300
+    )
+    assert done.stdout.split() == [b"(64,", b"500,", b"10)"], done.stderr

@@ -18,9 +18,6 @@ from retrodict.cli.experiments import demo, reproduce
 from retrodict.cli.fit import fit
 from retrodict.cli.stream import stream
 
-MIN_THREADS = 16
-"""The smallest number of threads of XLA, more than batches of LAPACK calls that run at once."""
-
 MAX_MESSAGE = 2000
 """Characters of an error message."""
 
@@ -127,9 +124,6 @@ def _main(
     # Before any array is made. The library leaves JAX's configuration alone; a program may choose.
     if "jax" not in sys.modules:
         os.environ["JAX_ENABLE_X64"] = "1"  # read by JAX when a command imports it
-        # jaxlib 0.10 divides a batch of LAPACK calls among its threads and waits for them on one of
-        # them. If as many batches as threads run at once, all threads wait: a deadlock.
-        os.environ.setdefault("PJRT_NPROC", str(max(MIN_THREADS, os.cpu_count() or 1)))
         keep_compiled_programs()
         return
     import jax
