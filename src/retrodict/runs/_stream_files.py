@@ -254,8 +254,8 @@ class OutputFile:
     Args:
         path: the file.
         header: its first line.
-        num_bytes: the number of bytes that the state covers. A file with none is refused as not of
-            this stream, unless the state has read no row.
+        num_bytes: the number of bytes that the state covers. If there are none, a file with more
+            than the header is refused as not of this stream, unless the state has read no row.
         is_empty: whether there is a state that has read no row.
         files: closes the file, and removes it if it is empty.
     """
@@ -273,7 +273,9 @@ class OutputFile:
                 f" written to another file. Name that one, or another state by {{state}}.",
                 state=...,
             )
-        if size and not (num_bytes or is_empty):
+        # A process that was killed before its first state may have written the header.
+        has_rows = not header.startswith(self.handle.read(len(header) + 1))
+        if has_rows and not (num_bytes or is_empty):
             raise RunError(f"{path} exists, and is not of this stream; name another.")
         self.handle.truncate(num_bytes)
         self.handle.seek(num_bytes)
