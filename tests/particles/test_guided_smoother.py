@@ -132,7 +132,8 @@ def test_guided_smoother_works_on_one_row(key: jax.Array):
     result = runs(MODEL, shifted_chain(exact.chain), YS[:1], 50, 200)
     check_evidence(result, exact.log_evidence)
     expected = wanted_of(exact, 1)
-    assert_means_agree(result, {name: expected[name] for name in ("mean", "sum")}, 50)
+    del expected["between"]  # which one row does not have
+    assert_means_agree(result, expected, 50)
 
 
 # --- a wrong chain --------------------------------------------------------------------------------

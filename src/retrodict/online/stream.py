@@ -116,7 +116,8 @@ class AbstractStream(eqx.Module, Generic[S, T]):
             mask: true where an entry was observed.
             inputs: inputs, of shape `(time, input)`, if the model takes inputs.
             length: the number of rows that exist. Pad the last chunk to the size of the others to
-                avoid a compilation.
+                avoid a compilation. A traced length out of range makes all rows NaN, which streams
+                with an output `skipped` skip.
             data: the data that functionals read, with one row per time step; `None` for the
                 observations.
 

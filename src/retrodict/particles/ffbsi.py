@@ -55,7 +55,7 @@ class AbstractPathPosterior(AbstractWeightedStates):
 
     @property
     @abstractmethod
-    def cloud(self) -> Float[Array, "time particle state"]:
+    def cloud(self) -> Float[Array, "*batch time particle state"]:
         """The particles through which the paths go."""
 
     def _weighted(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
@@ -279,7 +279,7 @@ class ParticlePosterior(AbstractPathPosterior):
     status_time: Int[Array, ""]
 
     @property
-    def cloud(self) -> Float[Array, "time particle state"]:
+    def cloud(self) -> Float[Array, "*batch time particle state"]:
         """The particles of the filter."""
         return self.filtered.particles
 

@@ -85,7 +85,7 @@ class GuidedPosterior(AbstractPathPosterior):
     resampling: Scheme = eqx.field(static=True)
 
     @property
-    def cloud(self) -> Float[Array, "time particle state"]:
+    def cloud(self) -> Float[Array, "*batch time particle state"]:
         """The particles."""
         return self.particles
 
