@@ -41,8 +41,8 @@ class Progress(Protocol):
     def step(self, done: int, total: int) -> None:
         """Report the completed part of the present stage."""
 
-    def end(self, stage: str, *, kept: bool) -> None:
-        """Report the end of a stage; `kept` if it was complete before."""
+    def end(self, stage: str, *, cached: bool) -> None:
+        """Report the end of a stage; `cached` if its result was read from a file."""
 
     def say(self, message: str) -> None:
         """Report a message to the user."""
@@ -93,9 +93,9 @@ class Folder:
             stored = arrays, time.perf_counter() - began
             if self._writes:
                 save(path, stored)
-            self.progress.end(name, kept=False)
+            self.progress.end(name, cached=False)
         else:
-            self.progress.end(name, kept=True)
+            self.progress.end(name, cached=True)
         result, seconds = stored
         self.seconds += float(result.get("seconds_of_fit", seconds))
         return result

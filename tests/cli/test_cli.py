@@ -43,7 +43,7 @@ def retrodict(
         _files.ensure_folder(out)
         progress.begin("a stage")
         progress.step(1, 2)
-        progress.end("a stage", kept=False)
+        progress.end("a stage", cached=False)
         nan = float("nan")
         scores = {
             "gated": demo.Score(0.012, 0.19, 0.9, 0.04, 20.0, 6e-4, ""),
@@ -157,7 +157,7 @@ def reproduced(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         for name in names:
             stage = progress(name, 1)
             stage.begin("all of it")
-            stage.end("all of it", kept=False)
+            stage.end("all of it", cached=False)
         chapters = tuple(Chapter(n, f"Title of {n}", "Found.", [], {"x": 1.5}, {}) for n in names)
         return reproduction.Reproduced(out / "report.html", chapters, dict.fromkeys(names, 1.0))
 

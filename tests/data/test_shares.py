@@ -143,13 +143,13 @@ def test_shares_concatenate_to_the_table(
         assert each.leading.series == leading.series
         for what, expected in leading.batch().items():
             np.testing.assert_array_equal(each.leading.batch()[what], expected)
-    owns = [each.own for each in shared if each.own is not None]
-    assert sum((share.series for share in owns), ()) == table.series
-    padded = [share.padded(table.summary.longest) for share in owns]
+    local_tables = [each.local for each in shared if each.local is not None]
+    assert sum((share.series for share in local_tables), ()) == table.series
+    padded = [share.padded(table.summary.longest) for share in local_tables]
     for what in ("ys", "mask", "length"):
         together = np.concatenate([getattr(share, what) for share in padded])
         np.testing.assert_array_equal(together, getattr(table, what))
-    times = [times for share in owns for times in share.times]
+    times = [times for share in local_tables for times in share.times]
     for share, expected in zip(times, table.times, strict=True):
         np.testing.assert_array_equal(share, expected)
 
@@ -164,8 +164,8 @@ def test_shares_support_several_series_columns_and_step_inputs(
         full_table = rd.data.read(path, **layout)
         shared = job(2).run(lambda path=path: rd.data.read_shared(path, **layout))
         assert [each.summary for each in shared] == [full_table.summary] * 2
-        assert sum((each.own.series for each in shared), ()) == full_table.series
-        assert shared[1].own.input_names == ("step",)
+        assert sum((each.local.series for each in shared), ()) == full_table.series
+        assert shared[1].local.input_names == ("step",)
 
 
 def test_each_process_reads_only_its_row_groups(
@@ -259,7 +259,7 @@ def test_unsigned_64_bit_identifiers_are_read_in_shares(
     full_table = rd.data.read(path, series="id")
     assert full_table.series == tuple(sorted(int(name) for name in names))
     shared = job(2).run(lambda: rd.data.read_shared(path, series="id"))
-    assert sum((each.own.series for each in shared), ()) == full_table.series
+    assert sum((each.local.series for each in shared), ()) == full_table.series
 
 
 @pytest.mark.parametrize(

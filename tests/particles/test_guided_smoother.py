@@ -78,7 +78,7 @@ def runs(
     return {name: np.asarray(value) for name, value in run(keys).items()}
 
 
-def wanted_of(exact: KalmanPosterior, length: int) -> dict[str, np.ndarray]:
+def expected_moments(exact: KalmanPosterior, length: int) -> dict[str, np.ndarray]:
     laws = exact.chain.marginals()
     return {
         "mean": np.asarray(laws.mean),
@@ -131,7 +131,7 @@ def test_guided_smoother_works_on_one_row(key: jax.Array):
     assert float(result.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
     result = runs(MODEL, shifted_chain(exact.chain), YS[:1], 50, 200)
     check_evidence(result, exact.log_evidence)
-    expected = wanted_of(exact, 1)
+    expected = expected_moments(exact, 1)
     del expected["between"]  # which one row does not have
     assert_means_agree(result, expected, 50)
 
@@ -141,12 +141,14 @@ def test_guided_smoother_works_on_one_row(key: jax.Array):
 
 @pytest.mark.parametrize("forward", SAMPLERS)
 def test_wrong_chain_is_corrected_to_kalman_moments(forward: rd.particles.AbstractBackwardSampler):
-    expected = wanted_of(EXACT, N)
+    expected = expected_moments(EXACT, N)
     estimates = runs(MODEL, WRONG, YS, 100, 300, forward=forward)
     assert_means_agree(estimates, expected, 100, bias=10.0)
     check_evidence(estimates, EXACT.log_evidence)
     # What the chain itself says would be refused.
-    uncorrected = {name: value[None] for name, value in wanted_of(kalman_like(WRONG), N).items()}
+    uncorrected = {
+        name: value[None] for name, value in expected_moments(kalman_like(WRONG), N).items()
+    }
     with pytest.raises(AssertionError, match="of what is allowed"):
         assert_means_agree(uncorrected, expected, 100, bias=10.0)
     # Resampling that is better than multinomial, or seldom, leaves standard errors too large.
@@ -176,14 +178,14 @@ def kalman_like(chain: rd.LinearGaussianChain) -> KalmanPosterior:
 )
 def test_wrong_chain_is_corrected_with_every_option(chain: AbstractKernelChain, options: dict):
     estimates = runs(MODEL, chain, YS, 200, 200, **options)
-    assert_means_agree(estimates, wanted_of(EXACT, N), 200, bias=10.0)
+    assert_means_agree(estimates, expected_moments(EXACT, N), 200, bias=10.0)
     check_evidence(estimates, EXACT.log_evidence)
 
 
 @pytest.mark.statistical
 def test_guided_errors_fall_with_the_root_of_num_particles():
     # Over 60 keys the slopes have standard deviations of at most 0.05: 0.2 is four of them.
-    expected = wanted_of(EXACT, N) | {"log_evidence": np.asarray(EXACT.log_evidence)}
+    expected = expected_moments(EXACT, N) | {"log_evidence": np.asarray(EXACT.log_evidence)}
     sizes = np.array([100, 400, 1600])
     estimates = [runs(MODEL, WRONG, YS, int(size), 60) for size in sizes]
     for name, value in expected.items():
@@ -436,7 +438,7 @@ def test_guided_moments_with_inputs_masks_and_padding_equal_kalman():
     model, ys, options = driven()
     exact = rd.kalman_smoother(model, ys, **options)
     estimates = runs(model, shifted_chain(exact.chain), ys, 200, 200, **options)
-    assert_means_agree(estimates, wanted_of(exact, 4), 200, bias=10.0)
+    assert_means_agree(estimates, expected_moments(exact, 4), 200, bias=10.0)
     check_evidence(estimates, exact.log_evidence)
 
 

@@ -141,8 +141,8 @@ def marginals(
         >>> print(np.array(rd.marginals(chain).mean[:, 0]).round(3))
         [1. 2. 3.]
         >>> options = {"estimator": rd.BackwardSampling(64), "key": jax.random.key(0)}
-        >>> drawn = rd.marginals(chain, **options, tolerance=0.05)
-        >>> bool(drawn.mean_standard_error.max() < 0.05)
+        >>> sampled = rd.marginals(chain, **options, tolerance=0.05)
+        >>> bool(sampled.mean_standard_error.max() < 0.05)
         True
 
     Args:

@@ -62,11 +62,12 @@ def reverse(
 
 
 def _conditional_scale(
-    scale: Float[Array, "d d"], seen: Float[Array, "p d"]
+    scale: Float[Array, "d d"], standardised: Float[Array, "p d"]
 ) -> Float[Array, "d d"]:
     """Return s (I + BᵀB)^(-1/2): the factor of a law of scale s given data of design B s⁻¹."""
-    eye = jnp.eye(seen.shape[1], dtype=seen.dtype)
-    return product(scale, inverse_of_upper_factor(eye + product(transposed(seen), seen)))
+    eye = jnp.eye(standardised.shape[1], dtype=standardised.dtype)
+    information = eye + product(transposed(standardised), standardised)
+    return product(scale, inverse_of_upper_factor(information))
 
 
 def contraction(w: Float[Array, "d d"]) -> Float[Array, "d d"]:
@@ -177,8 +178,8 @@ def _by_lapack_forward(a: Array) -> tuple[Array, Array]:
 
 def _by_lapack_backward(inverse: Array, g: Array) -> tuple[Array]:
     d, turned = inverse.shape[0], linalg.fence(inverse.T)
-    kept = jnp.asarray(np.tril(np.ones((d, d))) - 0.5 * np.eye(d), g.dtype)
-    lower = linalg.fence(kept * linalg.matmul(g, turned))
+    half_lower = jnp.asarray(np.tril(np.ones((d, d))) - 0.5 * np.eye(d), g.dtype)
+    lower = linalg.fence(half_lower * linalg.matmul(g, turned))
     both = linalg.matmul(linalg.matmul(turned, lower), inverse)
     return (-0.5 * (both + both.T),)
 

@@ -1,6 +1,5 @@
 """Check the chains of a batch against independent references."""
 
-import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -40,7 +39,7 @@ class BatchCheck(NamedTuple):
         objections: the kinds of findings against the chains; empty if there are none.
         elbo: the sum of the ELBOs of the checked series, in nats.
         figures: the figures of the worst series, in words.
-        unchecked: why a series was not checked; `None` if all were.
+        unchecked: the message about a series that was not checked; `None` if all were.
     """
 
     objections: tuple[bounds.Kind, ...]
@@ -64,8 +63,7 @@ class BatchCheck(NamedTuple):
             kinds = ", ".join(self.objections)
             return f"{name} does not pass check_posterior ({kinds}): {self.figures}."
         if self.unchecked is not None:
-            reason = self.unchecked.removeprefix("not checked: ")
-            return f"{name} was not checked: {reason}. Figures: {self.figures}."
+            return f"{name} was {self.unchecked}. Figures: {self.figures}."
         return f"{name} passes check_posterior: {self.figures}."
 
 
@@ -118,26 +116,6 @@ def check_chains(
             kind for kind in bounds.AGAINST_CHAIN if any(kind in c.kinds for c in checks)
         ),
         elbo=float(sum(check.elbo for check in checks)),
-        figures=_figures(checks),
+        figures=bounds.describe_figures(checks),
         unchecked=unchecked[0] if unchecked else None,
-    )
-
-
-def _figures(checks: list[bounds.PosteriorCheck]) -> str:
-    """Describe the worst figures of all series."""
-    shape = max(float(check.k_hat) for check in checks)
-    words = f"{shape:.2f}" if math.isfinite(shape) else ("infinite" if shape > 0 else "none")
-    of = f" of {len(checks)} series, at worst," if len(checks) > 1 else ""
-    methods = " or ".join(sorted({check.reference for check in checks}))
-    # Both ELBO and evidence are estimates, so that a gap of zero may come out negative.
-    gap = max(0.0, *(float(check.gap) for check in checks))
-    missed = max(float(np.max(check.missed)) for check in checks)
-    distance = max(bounds.root_mean_square(check.distance) for check in checks)
-    return (
-        f"compared with a reference ({methods}), the Kolmogorov distance of its marginals{of} is"
-        f" {distance:.2f} on average over time, up to {missed:.0%} of the states are where it has"
-        f" no mass, and its ELBO is {gap:.1f} nats below the evidence (good: up to"
-        f" {bounds.MAX_DISTANCE}, {bounds.MANY_MISSED:.0%}, and {bounds.MANY_NATS:.0f} nats or"
-        f" {bounds.MANY_NATS_PER_ROW} nats per row); the Pareto shape of its path"
-        f" weights is {words} (weights correct whole paths up to {bounds.K_HAT_GOOD})"
     )

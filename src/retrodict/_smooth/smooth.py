@@ -310,9 +310,9 @@ def train_family(
     Raises:
         NonFiniteSimulation: if most of the simulated series are not finite.
     """
-    data_key, held_key, mixture_key, nonlinear_key, key = jax.random.split(key, 5)
+    data_key, held_out_key, mixture_key, nonlinear_key, key = jax.random.split(key, 5)
     train = simulate_batch(data_key, model, batch, num_series, MAX_ROWS)
-    held_out = tuple(simulate_batch(held_key, model, batch, NUM_HELD_OUT, MAX_ROWS))
+    held_out = tuple(simulate_batch(held_out_key, model, batch, NUM_HELD_OUT, MAX_ROWS))
     dims = (model.state_dim, batch.ys.shape[-1])
     input_dim = 0 if batch.inputs is None else batch.inputs.shape[-1]
 

@@ -1,16 +1,12 @@
 """Bounds on the error of a chain's expectations, and checks of a posterior."""
 
-from retrodict.bounds.check import AGAINST_CHAIN as AGAINST_CHAIN
-from retrodict.bounds.check import K_HAT_GOOD as K_HAT_GOOD
-from retrodict.bounds.check import MANY_MISSED as MANY_MISSED
-from retrodict.bounds.check import MANY_NATS as MANY_NATS
-from retrodict.bounds.check import MANY_NATS_PER_ROW as MANY_NATS_PER_ROW
-from retrodict.bounds.check import MAX_DISTANCE as MAX_DISTANCE
-from retrodict.bounds.check import Kind as Kind
-from retrodict.bounds.check import PosteriorCheck as PosteriorCheck
 from retrodict.bounds.check import check_posterior as check_posterior
 from retrodict.bounds.error_bound import ErrorBound as ErrorBound
 from retrodict.bounds.error_bound import error_bound as error_bound
+from retrodict.bounds.findings import AGAINST_CHAIN as AGAINST_CHAIN
+from retrodict.bounds.findings import Kind as Kind
+from retrodict.bounds.findings import PosteriorCheck as PosteriorCheck
+from retrodict.bounds.findings import describe_figures as describe_figures
 from retrodict.bounds.finite import FiniteBounds as FiniteBounds
 from retrodict.bounds.finite import FiniteProblem as FiniteProblem
 from retrodict.bounds.finite import dobrushin as dobrushin
@@ -24,7 +20,6 @@ from retrodict.bounds.hypotheses import h1_constants as h1_constants
 from retrodict.bounds.hypotheses import h2_constants as h2_constants
 from retrodict.bounds.reference import Reference as Reference
 from retrodict.bounds.reference import find_reference as find_reference
-from retrodict.bounds.reference import root_mean_square as root_mean_square
 
 __all__ = [
     "AnyBounded",

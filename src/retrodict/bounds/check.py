@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -11,12 +11,20 @@ import numpy as np
 from jax.scipy.special import gammaincc
 from jaxtyping import Array, Float
 
-from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import GridPosterior
 from retrodict._expectations import check_chain, check_model, series_of_chain
 from retrodict._model import Gaussian, Series, StateSpaceModel, scale_solve, unwrap
 from retrodict.bounds.distances import sample_moments
+from retrodict.bounds.findings import (
+    MANY_MISSED,
+    MANY_NATS,
+    MANY_NATS_PER_ROW,
+    MAX_DISTANCE,
+    Kind,
+    PosteriorCheck,
+)
 from retrodict.bounds.reference import (
     Reference,
     distances,
@@ -31,21 +39,8 @@ from retrodict.particles import K_HAT_GOOD, ParticlePosterior, log_weights_of, p
 TAIL = 1e-3
 """A state is outside of the chain if less than this fraction of the chain lies further out."""
 
-MANY_MISSED = 0.05
-"""The largest share of reference states outside of the chain before a mode counts as lost."""
-
 MIN_PATHS = 200
 """With fewer paths, shares of 5% occur at some time by chance."""
-
-MANY_NATS = 3.0
-"""The largest gap of the ELBO to the evidence, unless `MANY_NATS_PER_ROW` allows more."""
-
-MANY_NATS_PER_ROW = 0.05
-"""The gap of a Gaussian law that is off by 0.3 standard deviations, or by a third in its scale."""
-
-MAX_DISTANCE = 0.15
-"""The largest Kolmogorov distance to the reference, as a root mean square over time. A mean that is
-off by 0.4 standard deviations has this distance."""
 
 MAX_DISTANCE_AT_ONCE = 0.3
 """The largest Kolmogorov distance at any one time."""
@@ -62,67 +57,8 @@ MIN_SHARE = 0.05
 """The least share of the evidence of another solution that counts as a lost mode."""
 
 
-Kind = Literal["particles", "evidence below", "mode loss", "wrong law", "loose ELBO", "thin tails"]
-"""The findings of a check. The first two concern the reference, not the chain."""
-
-AGAINST_REFERENCE: tuple[Kind, ...] = ("particles", "evidence below")
-
-AGAINST_CHAIN: tuple[Kind, ...] = ("mode loss", "wrong law", "loose ELBO")
-"""The findings that fail a check. Thin tails do not: path weights degenerate for long series."""
-
-Verdict = Literal["passed", "failed", "not checked"]
-
 Findings: TypeAlias = Iterator[tuple[Kind, str]]
 """Kinds of findings with their messages."""
-
-
-class PosteriorCheck(eqx.Module):
-    """The result of `check_posterior`.
-
-    Attributes:
-        k_hat: the Pareto shape of the weights p(x, y) / q(x) of its paths. Below 0.7 the weights
-            can correct the chain; above, its tails are too thin or its mass is elsewhere. It grows
-            with the length of the series.
-        elbo: the ELBO of the chain by sampled paths.
-        elbo_standard_error: its standard error.
-        log_evidence: the reference's estimate of the log-evidence.
-        log_evidence_standard_error: its standard error.
-        missed: at each time, the share of the reference's states outside of the chain: further out,
-            in Mahalanobis distance, than all but 0.1% of a Gaussian law with the chain's moments.
-        distance: at each time, the largest Kolmogorov distance between the chain and the reference
-            over coordinates, and in several dimensions over some other directions.
-        kinds: the findings. `"particles"` and `"evidence below"` concern the reference; `"mode
-            loss"`, `"wrong law"` and `"loose ELBO"` the chain. `"thin tails"` is a warning that
-            weights would not correct whole paths. Empty if there is no finding.
-        messages: one message per finding.
-        reference: the method of the reference: `"grid"` or `"particles"`.
-    """
-
-    k_hat: Scalar
-    elbo: Scalar
-    elbo_standard_error: Scalar
-    log_evidence: Scalar
-    log_evidence_standard_error: Scalar
-    missed: Float[Array, "time"]
-    distance: Float[Array, "time"]
-    kinds: tuple[Kind, ...] = eqx.field(static=True)
-    messages: tuple[str, ...] = eqx.field(static=True)
-    reference: Literal["grid", "particles"] = eqx.field(static=True)
-
-    @property
-    def gap(self) -> Scalar:
-        """The estimated gap: log-evidence minus ELBO, in nats; an estimate of KL(q ‖ posterior)."""
-        return self.log_evidence - self.elbo
-
-    @property
-    def verdict(self) -> Verdict:
-        """`"failed"`, `"not checked"` or `"passed"`.
-
-        Failed if a finding concerns the chain, not checked if only the reference failed.
-        """
-        if any(kind in AGAINST_CHAIN for kind in self.kinds):
-            return "failed"
-        return "not checked" if any(kind in AGAINST_REFERENCE for kind in self.kinds) else "passed"
 
 
 def check_posterior(
@@ -351,8 +287,9 @@ def _compare_elbo(elbo: float, error: float, reference: Reference, rows: int) ->
     elif gap < -3 * noise - 1e-6 * abs(evidence):
         yield (
             "evidence below",
-            f"evidence below the ELBO by {-gap:.1f} nats, where sampling explains {noise:.1f}:"
-            " the reference has lost states that explain the data, so that nothing was checked",
+            f"not checked: the evidence of the reference ({reference.method}) is {-gap:.1f} nats"
+            f" below the ELBO, where sampling explains {noise:.1f}, so that the reference has lost"
+            " states that explain the data",
         )
 
 

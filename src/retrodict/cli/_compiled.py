@@ -21,7 +21,7 @@ def keep_compiled_programs() -> None:
     try:
         folder = _user_cache() / "retrodict" / f"compiled-{_processor()}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_own(folder):
+        if not _is_private(folder):
             return
         _prune(folder)
     except (OSError, RuntimeError):  # no home, no permission, a file in its place
@@ -49,7 +49,7 @@ def _processor() -> str:
     return hashlib.sha256(f"{platform.machine()} {words}".encode()).hexdigest()[:8]
 
 
-def _is_own(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Return whether nobody else can write to a folder: compiled programs are executed."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return False

@@ -63,11 +63,11 @@ class Stages(AbstractContextManager):
         """Show how much of the present stage is done."""
         self.bars.update(self.one, completed=done, total=total)
 
-    def end(self, stage: str, *, kept: bool) -> None:
-        """End a stage that was computed, or whose result was stored before."""
+    def end(self, stage: str, *, cached: bool) -> None:
+        """End a stage; `cached` if its result was read from a file."""
         self.num_done += 1
         self.bars.update(self.all, completed=self.num_done)
-        how = "done before" if kept else f"{time.monotonic() - self.began:.1f} s"
+        how = "done before" if cached else f"{time.monotonic() - self.began:.1f} s"
         self.say(f"{self.title} {self.num_done}/{self.num_stages}  {stage}  ({how})")
 
     def say(self, message: str) -> None:

@@ -173,7 +173,7 @@ def _without_empty_rows(frame: Any, keys: list[Any], along: Any, unlabelled: boo
 def _without_coordinates(dataset: Any, names: set[str | None]) -> Any:
     """Drop coordinates that are not dimensions, since they would be read as data.
 
-    Those in `wanted` stay, and one named like a time if no dimension is the time.
+    Those in `names` stay, and one named like a time if no dimension is a time.
     """
     timed = any(_is_time(dataset, dimension, None) for dimension in dataset.dims)
     others = [

@@ -29,13 +29,13 @@ class SharedTable:
 
     Attributes:
         leading: the first series, the same in every process.
-        own: the series of this process; `None` if its devices hold none.
+        local: the series of this process; `None` if its devices hold none.
         share: their places among all series.
         summary: the summary of all series.
     """
 
     leading: Table
-    own: Table | None
+    local: Table | None
     share: slice
     summary: Summary
 
@@ -82,8 +82,8 @@ class SharedTable:
 
     @functools.cached_property
     def _series(self) -> SharedSeries:
-        if self.own is not None:
-            return SharedSeries(**self.own.padded(self.summary.longest).batch())
+        if self.local is not None:
+            return SharedSeries(**self.local.padded(self.summary.longest).batch())
         shape, width = (0, self.summary.longest), len(self.input_names)
         return SharedSeries(
             np.zeros((*shape, len(self.names))),
@@ -160,7 +160,7 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     summaries = all_gather_object(None if local is None else local.summary.to_dict())
     summary = add_up([Summary.from_dict(part) for part in summaries if part is not None])
     notes = tuple(dict.fromkeys(leading.notes + summary.notes))
-    for name, count in zip(leading.names, summary.seen, strict=True):
+    for name, count in zip(leading.names, summary.num_observed, strict=True):
         if not count:
             raise DataError(
                 f"{index.name}, column {name!r}: every value is missing; name the others with"

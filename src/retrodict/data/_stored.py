@@ -50,7 +50,7 @@ class StoredSeries(AbstractSeriesStore):
         self._equal = total.shortest == total.longest
         self.layout, self.names, self.input_names = layout, tuple(layout["columns"]), tuple(inputs)
         self.num_times, self.num_rows = total.longest, total.num_rows
-        self.num_missing = total.num_rows * len(self.names) - sum(total.seen)
+        self.num_missing = total.num_rows * len(self.names) - sum(total.num_observed)
         self.block_sizes = tuple(summary.num_series for summary in summaries)
 
     def __repr__(self) -> str:
@@ -183,7 +183,7 @@ def open_series(
             f" block too; sort the rows by {listed(keys)}, so that each series is in one block."
         )
     summaries = [Summary.from_dict(part) for part in parts]
-    if not any(add_up(summaries).seen):
+    if not any(add_up(summaries).num_observed):
         raise _all_missing(blocks)
     return StoredSeries(blocks, table.layout, summaries, table.input_names)
 

@@ -26,7 +26,7 @@ class Summary:
         inserted: the number of rows inserted in gaps.
         begin: the first time; dates in microseconds.
         end: the last time.
-        seen: the number of observed entries of each column.
+        num_observed: the number of observed entries of each column.
         lowest: the smallest observed entry of each column; `None` if there is none.
         highest: the largest.
         digest: the sum, modulo 2²⁵⁶, of the SHA-256 of each series: its identifier, times, values,
@@ -43,7 +43,7 @@ class Summary:
     inserted: int
     begin: int | float
     end: int | float
-    seen: tuple[int, ...]
+    num_observed: tuple[int, ...]
     lowest: tuple[float | None, ...]
     highest: tuple[float | None, ...]
     digest: int
@@ -82,7 +82,7 @@ def add_up(parts: Sequence[Summary]) -> Summary:
         inserted=sum(part.inserted for part in parts),
         begin=min(part.begin for part in parts),
         end=max(part.end for part in parts),
-        seen=tuple(map(sum, zip(*(part.seen for part in parts), strict=True))),
+        num_observed=tuple(map(sum, zip(*(part.num_observed for part in parts), strict=True))),
         lowest=_extreme(min, [part.lowest for part in parts]),
         highest=_extreme(max, [part.highest for part in parts]),
         digest=sum(part.digest for part in parts) % 2**256,

@@ -286,7 +286,7 @@ class Table:
             inserted=self.inserted,
             begin=min(as_number(times[0]) for times in self.times),
             end=max(as_number(times[-1]) for times in self.times),
-            seen=tuple(int(column.size) for column in columns),
+            num_observed=tuple(int(column.size) for column in columns),
             lowest=tuple(float(column.min()) if column.size else None for column in columns),
             highest=tuple(float(column.max()) if column.size else None for column in columns),
             digest=sum(digests) % 2**256,
@@ -313,7 +313,9 @@ class Table:
         begin, end = (written(as_time(time, dates)) for time in (summary.begin, summary.end))
         step = "irregular" if self.step is None else f"step {self.step}"
         lines.append(f"time: {name}, {begin} to {end}, {step}")
-        columns = zip(self.names, summary.seen, summary.lowest, summary.highest, strict=True)
+        columns = zip(
+            self.names, summary.num_observed, summary.lowest, summary.highest, strict=True
+        )
         for column, count, lowest, highest in columns:
             missing = summary.num_rows - count
             share = f"{missing} missing ({100 * missing / summary.num_rows:.1f} %)"

@@ -187,9 +187,9 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         return self.lagged.flush(state.lag)
 
     def _start(self, key: PRNGKey | None, data: PyTree) -> RunningState:
-        lag_key, own_key = None, None
+        lag_key, method_key = None, None
         if self.lagged.draws or isinstance(self.method, WeightedSamples):
-            lag_key, own_key = jax.random.split(require_key(self, key))
+            lag_key, method_key = jax.random.split(require_key(self, key))
         family: Any = unwrap(self.lagged.family)
         factor, row = factor_shapes(family, float_type(self.lagged.family))
 
@@ -199,7 +199,7 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
 
         statistics, totals = zeros_like_shapes(jax.eval_shape(begin, factor, row))
         residues = jax.tree.map(jnp.zeros_like, totals)
-        return RunningState(self.lagged.init(lag_key), statistics, totals, residues, own_key)
+        return RunningState(self.lagged.init(lag_key), statistics, totals, residues, method_key)
 
     @property
     def _checked_against(self) -> AbstractFamily:

@@ -232,12 +232,14 @@ class SampledRecursion(NamedTuple):
             )
             return values, jnp.mean(ess)
 
-        def drawn_increment(b: Array, x: Array) -> Sums:
+        def corrected_increment(b: Array, x: Array) -> Sums:
             return increment(b, x, self.law_of(at.step, x).log_prob(b) - at.before.log_prob(b))
 
         xs = jnp.repeat(xs, num_draws, axis=0)
         chosen = self._indices(at, befores, xs, key)
-        values = average_over_draws(before.values, drawn_increment, befores, xs, chosen, num_draws)
+        values = average_over_draws(
+            before.values, corrected_increment, befores, xs, chosen, num_draws
+        )
         return values, jnp.full((), jnp.nan, xs.dtype)
 
     def _indices(

@@ -40,9 +40,9 @@ def power_of_two(t: Float[Array, "..."]) -> Float[Array, "..."]:
         integers, bits, lowest, coefficients = jnp.int32, 23, -125.0, _IN_SINGLE
     t = t.astype(jnp.float64 if integers == jnp.int64 else jnp.float32)
     shift = 1.5 * 2.0**bits
-    held = jnp.maximum(t, lowest)
-    integer_part = lax.round(held, lax.RoundingMethod.TO_NEAREST_EVEN)
-    fraction = held - integer_part
+    clipped = jnp.maximum(t, lowest)
+    integer_part = lax.round(clipped, lax.RoundingMethod.TO_NEAREST_EVEN)
+    fraction = clipped - integer_part
     value = jnp.full_like(fraction, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * fraction + coefficient

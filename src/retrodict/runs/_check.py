@@ -172,7 +172,7 @@ def check(
     for name, compute in stages.items():
         progress.begin(name)
         findings += compute()
-        progress.end(name, kept=False)
+        progress.end(name, cached=False)
     scope = Scope(part.num_series, summary.num_series, int(part.length.sum()), summary.num_rows)
     return Check(tuple(findings), _summary(findings), scope)
 
@@ -294,13 +294,15 @@ def _check_posterior(run: Run, table: data.Table, key: Any, count: int) -> list[
     squares = [each.elbo_standard_error**2 + each.log_evidence_standard_error**2 for each in checks]
     errors = np.sqrt(np.array(squares, float)) / rows
     worst, shape = int(np.argmax(gaps)), float(np.max([each.k_hat for each in checks]))
-    meaning = "an estimate of KL(q ‖ posterior) per observed row"
-    verdict = _grade(gaps[worst], 0.02, 0.2)
-    if verdict == "good" and np.any(gaps < -4 * errors - 1e-3):
-        # The ELBO is at most the evidence: the particle filter has degenerated.
-        meaning = "the particle estimate of the evidence is below the ELBO: use more particles"
-        verdict = "doubtful"
+    meaning, verdict = (
+        f"{checks[0].meaning_of_gap} per observed row",
+        _grade(gaps[worst], 0.02, 0.2),
+    )
     messages = [message for each in checks for message in each.messages]
+    kinds = [kind for each in checks for kind in each.kinds]
+    methods = " or ".join(sorted({each.reference for each in checks}))
+    if verdict == "good" and "evidence below" in kinds:
+        meaning, verdict = messages[kinds.index("evidence below")], "doubtful"
     unchecked = sum(each.verdict == "not checked" for each in checks)
     warnings = f"{len(messages) or 'no'} {'warning' if len(messages) == 1 else 'warnings'}"
     return [
@@ -315,15 +317,14 @@ def _check_posterior(run: Run, table: data.Table, key: Any, count: int) -> list[
         Finding(
             "k-hat of path weights",
             f"{shape:.2f}, largest of {len(checks)}",
-            "below 0.7 importance weights can correct whole paths; it grows with the series length",
+            checks[0].meaning_of_k_hat,
             _grade(shape, 0.7, 1.5),
             {"value": shape, "series": len(checks)},
         ),
         Finding(
             "comparison with a reference",
             f"{unchecked} of {len(checks)} series not checked" if unchecked else warnings,
-            " ".join(messages[:2])
-            or "marginals agree with a grid smoother, or with tempered particles",
+            "; ".join(messages[:2]) or f"marginals agree with a reference ({methods})",
             "doubtful" if messages else "good",
             {"value": len(messages), "series": len(checks)},
         ),

@@ -120,7 +120,7 @@ def write_report(
     path = run.path / REPORT
     if is_main_process():
         write_atomically(path, page(content).encode(errors="backslashreplace"))
-    progress.end(PAGE_STAGE, kept=False)
+    progress.end(PAGE_STAGE, cached=False)
     return path
 
 

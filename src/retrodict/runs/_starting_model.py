@@ -64,7 +64,7 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
     Raises:
         RunError: if the model does not match the table.
     """
-    for name, count in zip(table.names, table.summary.seen, strict=True):
+    for name, count in zip(table.names, table.summary.num_observed, strict=True):
         if count < 2:
             raise RunError(
                 f"{table.source}, column {name!r}: a fit needs at least 2 observed values, got"

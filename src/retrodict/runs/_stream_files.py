@@ -184,7 +184,7 @@ class StateLock:
         if self.taken:
             return
         path = self.path.with_name(f".{self.path.name}.lock")
-        handle = self.files.enter_context(open(path, "ab", opener=_open_own))
+        handle = self.files.enter_context(open(path, "ab", opener=_open_safely))
         lock_file(handle, self.path, "or name another state by {state}.", state=...)
         if self._stamp() != self.before:
             raise RunError(f"{self.path} was changed by another process; start again.")
@@ -200,8 +200,8 @@ class StateLock:
         return status.st_ino, status.st_mtime_ns
 
 
-def _open_own(path: str, flags: int) -> int:
-    """Open a file of a run from others: a link out of its folder is not followed, nor a pipe."""
+def _open_safely(path: str, flags: int) -> int:
+    """Open a file without following a link or waiting for a pipe: others may have made it."""
     safe = (getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
     return os.open(path, functools.reduce(operator.or_, safe, flags), 0o666)
 
