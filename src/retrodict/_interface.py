@@ -35,6 +35,21 @@ class Argument:
         return f"{self.name}={value}" + (f" {self.hint}" if self.hint else "")
 
 
+@dataclass(frozen=True)
+class ModelArgument(Argument):
+    """An argument of the constructor of a ready model, which is an option on the command line.
+
+    Attributes:
+        model: the name of the ready model.
+    """
+
+    model: str = ""
+
+    def __str__(self) -> str:
+        """Return the call with the argument: `models.seasonal(period=12)`."""
+        return f"models.{self.model}({super().__str__()})"
+
+
 def fill(template: str, arguments: Mapping[str, Any], spelling: Callable[[Argument], str]) -> str:
     """Return a message: each `{name}` of a template is replaced by that argument.
 

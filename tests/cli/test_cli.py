@@ -17,7 +17,7 @@ import pytest
 
 import retrodict as rd
 from retrodict import _files
-from retrodict._interface import Argument, UserError
+from retrodict._interface import Argument, ModelArgument, UserError
 from retrodict._workspace import Progress
 from retrodict.cli import interrupt_again, main
 from retrodict.cli._errors import as_line, writing
@@ -276,6 +276,11 @@ def test_missing_optional_packages_are_named(
         (Argument("step_input", True), "step_input=True", "--step-input"),
         (Argument("after"), "after=...", "--after TABLE"),
         (Argument("after", "prior"), "after='prior'", "--from-prior"),
+        (
+            ModelArgument("irregular", True, model="local_level"),
+            "models.local_level(irregular=True)",
+            "--option irregular=true",
+        ),
         (Argument("times", hint="from data.read_times"), "times=... from data", "--at FILE"),
     ],
 )

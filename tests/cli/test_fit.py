@@ -136,7 +136,10 @@ def test_dry_run_refuses_the_same_arguments_as_fit(tmp_path: Path, capsys):
     fit = ["fit", str(source), "--dry-run", "--model"]
     irregular = ["--option", "irregular=true"]
     for arguments, words in (
-        (["local_level", "--step-input"], "takes no inputs, and the table has step"),
+        (
+            ["local_level", "--step-input"],
+            "takes no inputs, .*table has step.*--option irregular=true",
+        ),
         (["local_level", *irregular], "the length of the step.* and the table has none.*--inputs"),
         (
             ["poisson_counts", *irregular, "--option", "exposure=true", "--step-input"],
@@ -285,8 +288,12 @@ def test_undetermined_season_period_is_asked_for(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     fit = ["fit", str(source), "--model", "seasonal"]
-    refused([*fit, "--out", str(out)], "needs a period.*step of 1,.*period=12", capsys, out)
+    refused(
+        [*fit, "--out", str(out)], "needs a period.*step of 1,.*--option period=12", capsys, out
+    )
     refused([*fit, "--dry-run"], "needs a period", capsys, out)
+    with pytest.raises(runs.RunError, match=r"such as models\.seasonal\(period=12\)\.$"):
+        runs.FitJob(data.read(source), "seasonal", out)
     dates = pd.date_range("2020-01-01", periods=30)
     pd.DataFrame({"date": dates, "flow": np.arange(30.0)}).to_csv(source, index=False)
     assert command([*fit, "--dry-run"]) == 0

@@ -285,3 +285,51 @@ def test_wrapped_parameters_give_the_same_law(scale: str):
     np.testing.assert_allclose(
         learned.masked_log_prob(x, mask), law.masked_log_prob(x, mask), rtol=1e-14
     )
+
+
+EYE, BAD_EYE = np.eye(2), np.array([[1.0, 0.0], [np.nan, 1.0]])
+NON_FINITE: dict[str, tuple[str, Any]] = {
+    "Diagonal": ("std", lambda: rd.Diagonal([1.0, np.inf])),
+    "Diagonal of NaN": ("std", lambda: rd.Diagonal([np.nan, 1.0])),
+    "frozen": ("std", lambda: rd.Diagonal(rd.Frozen(jnp.array([np.nan, 1.0])))),
+    "mean": ("mean", lambda: rd.Gaussian([0.0, np.nan], EYE)),
+    "scale": ("scale_tril", lambda: rd.Gaussian(np.zeros(2), BAD_EYE)),
+    "above the diagonal": ("scale_tril", lambda: rd.Gaussian(np.zeros(2), BAD_EYE.T)),
+    "frozen scale": ("scale_tril", lambda: rd.Gaussian(np.zeros(2), rd.Frozen(BAD_EYE))),
+    "weight": ("weight", lambda: rd.LinearGaussianKernel(BAD_EYE, np.zeros(2), EYE)),
+    "bias": ("bias", lambda: rd.LinearGaussianKernel(EYE, [np.inf, 0.0], EYE)),
+    "input": ("input_weight", lambda: rd.LinearGaussianKernel(EYE, EYE[0], EYE, BAD_EYE)),
+    "nonlinear": ("scale_tril", lambda: rd.NonlinearGaussianKernel(jnp.tanh, BAD_EYE)),
+    "PositiveTril": ("PositiveTril", lambda: rd.PositiveTril(BAD_EYE)),
+    "mixture": ("means", lambda: rd.GaussianMixture([0.0], [[np.nan]], np.ones((1, 1, 1)))),
+    "mixture scale": (
+        "scale_trils",
+        lambda: rd.GaussianMixture([0.0], [[0.0]], np.full((1, 1, 1), np.inf)),
+    ),
+    "ready model": ("starting value", lambda: rd.models.autoregressive(mean=np.nan)),
+}
+
+
+@pytest.mark.parametrize("case", NON_FINITE)
+def test_constructors_refuse_known_values_that_are_not_finite(case: str):
+    name, build = NON_FINITE[case]
+    with pytest.raises(ValueError, match=rf"{name}.* must be finite, got (nan|inf) at index"):
+        build()
+
+
+def test_a_mixture_refuses_weights_of_nan():
+    with pytest.raises(ValueError, match="exponentials sum to 1, got a sum of nan"):
+        rd.GaussianMixture([np.nan], [[0.0]], np.ones((1, 1, 1)))
+
+
+def test_traced_values_that_are_not_finite_are_computed_with():
+    """Inside a transformation values are unknown, and a result may be NaN."""
+
+    def log_density(std: jax.Array) -> jax.Array:
+        return rd.Gaussian(jnp.zeros(1), rd.Diagonal(std)).log_prob(jnp.ones(1))
+
+    bad = jnp.array([[jnp.nan], [2.0]])
+    expected = [np.nan, scipy.stats.norm.logpdf(1.0, scale=2.0)]
+    np.testing.assert_allclose(jax.vmap(log_density)(bad), expected, rtol=1e-12)
+    assert np.isnan(jax.jit(log_density)(bad[0]))
+    assert np.isnan(jax.grad(log_density)(bad[0])).all()

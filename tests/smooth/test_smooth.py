@@ -17,6 +17,7 @@ from nonlinear_models import nonlinear_emission_model, nonlinear_kernel
 
 import retrodict as rd
 from retrodict._model import prepare_batch
+from retrodict._smooth import check as checking
 from retrodict._smooth.check import BatchCheck
 from retrodict._smooth.simulate_like import simulate_batch
 from retrodict._smooth.smooth import _is_as_good
@@ -129,6 +130,14 @@ def test_a_mildly_nonlinear_model_is_linearised(mild):
     # A twentieth of the posterior standard deviation.
     assert jnp.max(jnp.abs(mild.mean - mean)) < 0.05 * jnp.sqrt(jnp.min(covariance))
     np.testing.assert_allclose(mild.covariance, covariance, rtol=0.05)
+
+
+@pytest.mark.parametrize(("most", "said"), [(2, True), (3, False)])
+def test_the_reason_counts_the_series_that_were_checked(monkeypatch, most: int, said: bool):
+    monkeypatch.setattr(checking, "MAX_CHECKED", most)
+    ys = jnp.linspace(-0.5, 0.5, 12).reshape(3, 4, 1)
+    reason = rd.smooth(MILD, ys, method="linearised").reason
+    assert ("check_posterior, run on 2 of 3 series" in reason) == said, reason
 
 
 @pytest.mark.slow

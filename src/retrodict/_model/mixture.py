@@ -7,7 +7,7 @@ import numpy as np
 from jax.scipy.special import ndtr
 from jaxtyping import Array, Float
 
-from retrodict._arrays import PRNGKey, Scalar, as_real_array, known_values
+from retrodict._arrays import PRNGKey, Scalar, as_real_array, check_finite, known_values
 from retrodict._model.gaussian import LOG_2PI, Gaussian
 from retrodict._model.parameters import check_lower
 from retrodict._numerics import linalg
@@ -52,11 +52,13 @@ class GaussianMixture(eqx.Module):
                 f" {weights}, {means} and {scales}."
             )
         check_lower("scale_trils", self.scale_trils)
+        check_finite(self.means, "means")
+        check_finite(self.scale_trils, "scale_trils")
         known = known_values(self.log_weights)
         if known is None:
             return
         totals = np.exp(known.astype(float)).sum(axis=-1)
-        if np.any(np.abs(totals - 1) > 1e-3):
+        if not np.all(np.abs(totals - 1) <= 1e-3):  # NaN too
             raise ValueError(
                 "GaussianMixture expects log_weights whose exponentials sum to 1, got a sum of"
                 f" {totals}. Use jax.nn.log_softmax, or the logarithm of weights that sum to 1."

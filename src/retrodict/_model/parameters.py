@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._arrays import as_real_array, known_values
+from retrodict._arrays import as_real_array, check_finite, known_values
 
 T = TypeVar("T")
 
@@ -232,6 +232,7 @@ class PositiveTril(AbstractConstrained):
         check_lower("The value of PositiveTril", value)
         diagonal = jnp.diagonal(value)
         _refuse_unless_positive(diagonal, "PositiveTril", "a diagonal")
+        check_finite(value, "The value of PositiveTril")
         self.raw = jnp.tril(value, -1) + jnp.diag(_inverse_softplus(diagonal))
 
     @property
@@ -309,10 +310,18 @@ def as_parameter(value: Any, name: str) -> Any:
     Args:
         value: an array, a parameter, or anything that `as_real_array` accepts.
         name: the name of the argument, for messages.
+
+    Raises:
+        TypeError: if the value does not hold real numbers.
+        ValueError: if a known value is NaN or infinite.
     """
     if isinstance(value, Frozen):
         return Frozen(as_parameter(value.tree, name))
-    return value if isinstance(value, AbstractParameter) else as_real_array(value, name)
+    if isinstance(value, AbstractParameter):
+        return value
+    array = as_real_array(value, name)
+    check_finite(array, name)
+    return array
 
 
 def check_lower(name: str, factor: Any) -> None:

@@ -39,13 +39,15 @@ class BatchCheck(NamedTuple):
         objections: the kinds of findings against the chains; empty if there are none.
         elbo: the sum of the ELBOs of the checked series, in nats.
         figures: the figures of the worst series, in words.
-        unchecked: the message about a series that was not checked; `None` if all were.
+        unchecked: the message about a reference that failed; `None` if none did.
+        extent: how many of the series were checked, in words; empty if all were.
     """
 
     objections: tuple[bounds.Kind, ...]
     elbo: float
     figures: str
     unchecked: str | None = None
+    extent: str = ""
 
     @property
     def modes_lost(self) -> bool:
@@ -61,10 +63,10 @@ class BatchCheck(NamedTuple):
         """Describe the outcome for the method called `name`, with the figures."""
         if self.objections:
             kinds = ", ".join(self.objections)
-            return f"{name} does not pass check_posterior ({kinds}): {self.figures}."
+            return f"{name} does not pass check_posterior{self.extent} ({kinds}): {self.figures}."
         if self.unchecked is not None:
             return f"{name} was {self.unchecked}. Figures: {self.figures}."
-        return f"{name} passes check_posterior: {self.figures}."
+        return f"{name} passes check_posterior{self.extent}: {self.figures}."
 
 
 def pick(tree: Any, index: int) -> Any:
@@ -89,6 +91,7 @@ def check_chains(
     model: StateSpaceModel,
     chains: AbstractBackwardChain,
     references: list[SeriesReference],
+    num_series: int,
 ) -> BatchCheck:
     """Check the chains of the series that have a reference.
 
@@ -97,7 +100,9 @@ def check_chains(
         model: the model.
         chains: the chains of the whole batch, with a leading axis.
         references: the series to check.
+        num_series: the number of series of the batch.
     """
+    is_partial = len(references) < num_series
     checks = [
         bounds.check_posterior(
             jax.random.fold_in(key, each.position),
@@ -118,4 +123,5 @@ def check_chains(
         elbo=float(sum(check.elbo for check in checks)),
         figures=bounds.describe_figures(checks),
         unchecked=unchecked[0] if unchecked else None,
+        extent=f", run on {len(references)} of {num_series} series" if is_partial else "",
     )

@@ -47,9 +47,9 @@ class Smoothed(eqx.Module):
         trustworthy: whether the answer is exact, or agrees with a reference that was computed
             independently of it: a grid, or tempered particles (see `check_posterior`). False if it
             disagrees, if the reference failed, and if nothing was checked. Of a batch, eight series
-            at most are checked.
-        reason: why this method was chosen, with the figures that decided. If no method passed, it
-            names the findings.
+            at most are checked, and the others are not: see `reason`.
+        reason: why this method was chosen, with the figures that decided, and how many series of
+            a large batch were checked. If no method passed, it names the findings.
         family: the family that was trained or given, to be saved, and to be passed as `family` with
             new series of the same model; `None` if there is none.
         model: the model, as passed by the caller.

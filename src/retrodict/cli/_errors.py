@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from retrodict._interface import Argument, UserError
+from retrodict._interface import Argument, ModelArgument, UserError
+from retrodict.cli._output import as_text
 
 MISTAKE = 2
 """The command could not be done as asked."""
@@ -37,6 +38,8 @@ OPTIONS = {
 
 def as_option(argument: Argument) -> str:
     """Return an argument as it is given on the command line."""
+    if isinstance(argument, ModelArgument):
+        return f"--option {shlex.quote(f'{argument.name}={as_text(argument.value)}')}"
     special = OPTIONS.get(str(argument), OPTIONS.get(argument.name))
     option = special or f"--{argument.name.replace('_', '-')}"
     without_value = argument.value is ... or argument.value is True or special is not None

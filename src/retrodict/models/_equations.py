@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import check_finite
 from retrodict._model import (
     AbstractKernel,
     AbstractParameter,
@@ -435,7 +436,9 @@ def stationary_unless(mean: Any, scale: Any, start: Any, state_dim: int) -> Stat
 
 def real(value: Any, *shape: int) -> Array:
     """Return an unconstrained array of this shape."""
-    return jnp.broadcast_to(jnp.asarray(value, jnp.result_type(float)), shape)
+    array = jnp.asarray(value, jnp.result_type(float))
+    check_finite(array, "The starting value of a parameter")
+    return jnp.broadcast_to(array, shape)
 
 
 def positive(value: Any, *shape: int) -> Positive:

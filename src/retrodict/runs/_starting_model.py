@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import retrodict as rd
 from retrodict import models
+from retrodict._interface import ModelArgument
 from retrodict.runs._record import RunError
 from retrodict.runs._run import AnyTable
 
@@ -45,8 +46,8 @@ def with_period(spec: models.ModelSpec, table: AnyTable) -> tuple[models.ModelSp
         words = "are uneven" if step == "irregular" else f"have a step of {step}"
         raise RunError(
             f"The model {spec.reference} needs a period, and the times of {table.source} {words},"
-            " which does not imply one. Set the number of steps per season with the option period,"
-            " such as period=12."
+            " which does not imply one. Set the number of steps per season, such as {period}.",
+            period=ModelArgument("period", 12, model=spec.name or ""),
         )
     period, steps = PERIODS[step]
     words = f"The step of the times is {step}: period={period}, the {steps}."
@@ -94,7 +95,8 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
         raise RunError(
             f"The model {spec.reference} takes no inputs, and the table has {names}. Leave the"
             " inputs out, or choose a model that reads them: ready models read the length of the"
-            " step with the option irregular=true."
+            " step with an option, such as {irregular}.",
+            irregular=ModelArgument("irregular", True, model="local_level"),
         )
     num_columns = _num_observed(model, len(table.input_names))
     if num_columns != len(table.names):
