@@ -184,6 +184,16 @@ def test_damaged_bytes_of_parquet_are_refused(tmp_path: Path):
     assert "Parquet" in message(lambda: rd.data.read(path))
 
 
+@pytest.mark.parametrize("read", [rd.data.read, rd.data.read_shared])
+def test_text_of_parquet_that_is_not_utf_8_is_refused(read: Callable, tmp_path: Path):
+    table = pd.DataFrame({"id": ["first", "second"], "time": [1, 1], "y": [1.0, 2.0]})
+    content = table.to_parquet(compression=None)
+    path = tmp_path / "bad.parquet"
+    path.write_bytes(content.replace(b"second", b"\xffecond"))
+    text = message(lambda: read(path, series="id", time="time"))
+    assert "Parquet" in text and "\n" not in text
+
+
 def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path):
     assert "folder" in message(lambda: rd.data.read(tmp_path))
     assert "no such file" in message(lambda: rd.data.read(tmp_path / "none.csv"))

@@ -19,6 +19,7 @@ from retrodict.data._files import (
     rows_source,
     text_lines,
     text_records,
+    validated,
 )
 from retrodict.data._objects import from_xarray
 from retrodict.data._source import Source, frame_source, no_column
@@ -147,7 +148,8 @@ class ParquetRows(AbstractParts):
 
     def _table(self, groups: list[int], columns: list[str] | None) -> Any:
         def read() -> Any:
-            return self._file.read_row_groups(groups, columns, use_pandas_metadata=True)
+            table = self._file.read_row_groups(groups, columns, use_pandas_metadata=True)
+            return validated(table)
 
         return read_binary(read, self.name, "Parquet")
 

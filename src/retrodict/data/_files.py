@@ -67,7 +67,7 @@ def open_file(path: Path, name: str) -> Any:
     if suffix == ".parquet":
         parquet = open_parquet(path, name)
         frame = read_binary(
-            lambda: parquet.read(use_pandas_metadata=True).to_pandas(), name, "Parquet"
+            lambda: validated(parquet.read(use_pandas_metadata=True)).to_pandas(), name, "Parquet"
         )
         return frame_source(frame, name, "frame")
     with open_netcdf(path, name, in_memory=True) as dataset:
@@ -151,6 +151,15 @@ def open_parquet(path: Path, name: str) -> Any:
         return file
 
     return read_binary(read, name, "Parquet")
+
+
+def validated(table: Any) -> Any:
+    """Return a table of Arrow after a check of its content.
+
+    Arrow reads bytes of a damaged file as text, and fails when the text is first used.
+    """
+    table.validate(full=True)
+    return table
 
 
 def open_netcdf(path: Path, name: str, *, in_memory: bool = False) -> Any:
