@@ -39,10 +39,10 @@ html_title = "retrodict"
 def plain_formulas(
     app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Lets formulas in docstrings stand as they are written.
+    """Keep formulas in docstrings as they are written.
 
-    An indented paragraph after an empty line is a displayed formula, kept literally; elsewhere |x|
-    is not to be read as a substitution.
+    An indented paragraph after an empty line is a displayed formula and becomes literal text.
+    Elsewhere bars are escaped, since Sphinx would read |x| as a substitution.
     """
     result: list[str] = []
     displayed, before = False, ""

@@ -90,3 +90,13 @@ def test_the_api_page_lists_every_public_name_once():
     assert len(public) == len(set(public))
     again = {n for n, value in OBJECTS.items() if OBJECTS.get(n.partition(".")[2]) is value}
     assert set(OBJECTS) - again - set(public) == set()
+
+
+def test_members_that_the_api_page_lists_exist():
+    pattern = re.compile(DIRECTIVE.pattern + r"\n +:members: (.+)$", re.MULTILINE)
+    missing = []
+    for name, members in pattern.findall(API.read_text(encoding="utf-8")):
+        value = functools.reduce(getattr, name.split("."), rd)
+        fields = set(dir(value)) | set(getattr(value, "__annotations__", {}))
+        missing += [f"{name}.{member}" for member in members.split(", ") if member not in fields]
+    assert missing == []

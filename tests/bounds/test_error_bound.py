@@ -1037,8 +1037,8 @@ def test_a_law_whose_intervals_are_wrong_does_not_pass(shift: float, factor: flo
         (kernels.bias + shift * moves, factor * kernels.scale_tril),
     )
     chain = rd.LinearGaussianChain(laws, kernels)
-    found = rd.check_posterior(jax.random.key(0), instance.model, chain, instance.ys)
-    assert "wrong law" in found.kinds and found.verdict == "failed"
+    check = rd.check_posterior(jax.random.key(0), instance.model, chain, instance.ys)
+    assert "wrong law" in check.kinds and check.verdict == "failed"
 
 
 @pytest.mark.slow

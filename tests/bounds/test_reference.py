@@ -44,10 +44,10 @@ def test_runs_that_agree_by_chance_are_no_reference(monkeypatch: pytest.MonkeyPa
     used, wrong = 0, 0
     for seed in range(100):
         monkeypatch.setattr(reference, "tempered_smoother", noisy_runs(seed, 0.25))
-        found = reference._from_runs(jax.random.key(0), model, series, 3, 500, ())
-        if found.problem is None:
+        result = reference._from_runs(jax.random.key(0), model, series, 3, 500, ())
+        if result.problem is None:
             used += 1
-            wrong += abs(float(jnp.mean(found.states < 0)) - 0.5) > 0.15
+            wrong += abs(float(jnp.mean(result.states < 0)) - 0.5) > 0.15
     assert used <= 15 and wrong <= 5
 
 
@@ -58,9 +58,9 @@ def test_runs_that_differ_by_finite_samples_alone_are_a_reference(
     model, series = one_row()
     for seed in range(20):
         monkeypatch.setattr(reference, "tempered_smoother", noisy_runs(seed, 0.0))
-        found = reference._from_runs(jax.random.key(0), model, series, num_runs, 1000, ())
-        assert found.problem is None
-        assert float(jnp.mean(found.states < 0)) == pytest.approx(0.5, abs=0.04)
+        result = reference._from_runs(jax.random.key(0), model, series, num_runs, 1000, ())
+        assert result.problem is None
+        assert float(jnp.mean(result.states < 0)) == pytest.approx(0.5, abs=0.04)
 
 
 def test_a_grid_covers_what_few_paths_of_the_prior_reach():
@@ -82,9 +82,9 @@ def test_a_grid_covers_what_few_paths_of_the_prior_reach():
     near, away = (-0.5 * (ys - m) @ np.linalg.solve(covariance, ys - m) for m in (16.0, 14.0))
     odds = rare / (1 - rare) * np.exp(away - near)
     assert 0.1 < odds / (1 + odds) < 0.4
-    found = reference.find_reference(jax.random.key(0), model, model.series(ys[:, None]))
-    assert found.problem is None
-    assert float(jnp.mean(found.states > 16)) == pytest.approx(odds / (1 + odds), abs=0.05)
+    result = reference.find_reference(jax.random.key(0), model, model.series(ys[:, None]))
+    assert result.problem is None
+    assert float(jnp.mean(result.states > 16)) == pytest.approx(odds / (1 + odds), abs=0.05)
 
 
 @pytest.mark.slow
@@ -98,6 +98,6 @@ def test_the_reference_of_a_very_sharp_sensor_is_right_or_has_a_problem():
     rng = np.random.default_rng(4)
     ys = (3.0 + 0.3 * np.cumsum(rng.normal(size=30))) ** 2 + 0.003 * rng.normal(size=30)
     for seed in range(4):
-        found = reference.find_reference(jax.random.key(seed), model, model.series(ys[:, None]))
-        off = abs(float(jnp.mean(found.states[:, 0] < 0)) - 0.5)
-        assert found.problem is not None or off < 0.15
+        result = reference.find_reference(jax.random.key(seed), model, model.series(ys[:, None]))
+        off = abs(float(jnp.mean(result.states[:, 0] < 0)) - 0.5)
+        assert result.problem is not None or off < 0.15

@@ -57,8 +57,8 @@ class Told:
     def step(self, done: int, total: int) -> None:
         assert 0 < done <= total
 
-    def end(self, stage: str, *, kept: bool) -> None:
-        self.stages.append((stage, kept))
+    def end(self, stage: str, *, cached: bool) -> None:
+        self.stages.append((stage, cached))
 
     def say(self, message: str) -> None:
         self.said.append(message)

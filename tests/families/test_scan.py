@@ -43,7 +43,7 @@ class Answers(NamedTuple):
     moments: Any
     paths: Any
     expectation: Any
-    drawn: Any
+    sampled: Any
     bounds: Any
     gradient: Any
 
@@ -156,7 +156,7 @@ def test_parallel_fit_finds_the_same_parameters():
 
 
 class Affine(rd.AbstractBackwardKernel):
-    """A kernel that is linear Gaussian, which a chain that is drawn does not know."""
+    """A kernel that is linear Gaussian, which a chain that is sampled does not know."""
 
     def law(self, step: Any, x: Any) -> rd.Gaussian:
         return step.law(x, None)

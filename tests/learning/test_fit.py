@@ -548,8 +548,8 @@ def test_em_keeps_what_no_row_determines(ys):
     for rows, part in ((ys[:, :1], "transition"), (jnp.full_like(ys, jnp.nan), "emission")):
         result = rd.em(jax.random.key(0), model, rows, num_iterations=3)
         assert np.all(np.isfinite(result.history))
-        kept, before = (rd.unwrap(getattr(each, part)) for each in (result.model, model))
-        for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(before), strict=True):
+        after, before = (rd.unwrap(getattr(each, part)) for each in (result.model, model))
+        for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12)
         assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(rd.unwrap(result.model)))
 
@@ -767,9 +767,9 @@ def test_lbfgs_reports_convergence_if_a_line_search_fails_at_the_maximum(
     options: Any = {"optimiser": "lbfgs", "progress": False, "num_starts": 1}
     plain = rd.fit_evidence(jax.random.key(0), model, ys, **options)
     monkeypatch.setattr(quasi_newton, "minimize", abnormal)
-    found = rd.fit_evidence(jax.random.key(0), model, ys, **options)
-    assert found.log_evidence == pytest.approx(plain.log_evidence, abs=1e-6)
-    assert found.status == "converged"
+    rounded = rd.fit_evidence(jax.random.key(0), model, ys, **options)
+    assert rounded.log_evidence == pytest.approx(plain.log_evidence, abs=1e-6)
+    assert rounded.status == "converged"
 
 
 def test_lbfgs_reports_convergence():

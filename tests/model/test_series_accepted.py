@@ -312,8 +312,8 @@ def _given(verb: Verb) -> tuple[np.ndarray, np.ndarray]:
 def test_array_containers_give_the_same_result(verb: Verb):
     ys, us = _given(verb)
     plain = verb.call(ys, us)
-    for name, held in (WHOLE | WAYS).items():
-        for answer in (verb.call(held(ys), us), verb.call(ys, held(us))):
+    for name, convert in (WHOLE | WAYS).items():
+        for answer in (verb.call(convert(ys), us), verb.call(ys, convert(us))):
             np.testing.assert_array_equal(answer, plain, err_msg=name)
             assert answer.dtype == plain.dtype
 
@@ -343,14 +343,14 @@ def test_verbs_convert_array_containers(verb: Verb):
         message = rf"{name} must be finite, got inf at index \((0, )?2, 1\)"
     else:
         message = rf"{name} must be finite, got inf at index {re.escape(str(where))}"
-    for held in WAYS.values():
+    for convert in WAYS.values():
         with pytest.raises(ValueError, match=message):
-            verb.call(held(ys), us)
+            verb.call(convert(ys), us)
     ys, us = (array.copy() for array in _given(verb))
     us[-1] = np.inf
-    for held in WAYS.values():
+    for convert in WAYS.values():
         with pytest.raises(ValueError, match=f"{other} must be finite, got inf"):
-            verb.call(ys, held(us))
+            verb.call(ys, convert(us))
 
 
 # --- missing entries ------------------------------------------------------------------------------
@@ -570,8 +570,8 @@ def test_derivatives_in_a_traced_length_stay_finite():
 @EACH_VERB
 def test_verbs_give_the_same_result_for_other_containers(verb: Verb):
     ys, us = _given(verb)
-    for held in (WHOLE["integers"], WAYS["pandas"], WAYS["float16"]):
-        np.testing.assert_array_equal(verb.call(held(ys), held(us)), verb.call(ys, us))
+    for convert in (WHOLE["integers"], WAYS["pandas"], WAYS["float16"]):
+        np.testing.assert_array_equal(verb.call(convert(ys), convert(us)), verb.call(ys, us))
     holes = HOLES[1] if verb.rows else HOLES
     if verb is VERBS["em"]:  # which refuses rows of which a part is missing
         holes = np.broadcast_to(holes.all(-1, keepdims=True), holes.shape)
@@ -676,8 +676,8 @@ EACH_CONSTRUCTOR = pytest.mark.parametrize(
 @EACH_CONSTRUCTOR
 def test_constructors_convert_or_refuse(make: Callable, value: np.ndarray, name: str):
     plain = make(value)
-    for way, held in (WHOLE | WAYS).items():
-        built = make(held(value))
+    for way, convert in (WHOLE | WAYS).items():
+        built = make(convert(value))
         arrays = [jax.tree.leaves(eqx.filter(tree, eqx.is_array_like)) for tree in (built, plain)]
         for leaf, expected in zip(*arrays, strict=True):
             assert isinstance(leaf, jax.Array), way

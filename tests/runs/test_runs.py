@@ -289,7 +289,7 @@ class Told:
     def step(self, done: int, total: int) -> None:
         pass
 
-    def end(self, stage: str, *, kept: bool) -> None:
+    def end(self, stage: str, *, cached: bool) -> None:
         self.ended.append(stage)
 
     def say(self, message: str) -> None:
@@ -993,8 +993,8 @@ def test_resumed_fit_needs_the_same_model_object(tmp_path):
     assert settings(lambda x: x**2) == first
     assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
     assert settings(lambda x: x**2, 2.0) != first
-    with contextlib.ExitStack() as held:
-        job(lambda x: x**2).lock_folder(held)
+    with contextlib.ExitStack() as locks:
+        job(lambda x: x**2).lock_folder(locks)
     with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
@@ -1070,12 +1070,12 @@ def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
     spec = models.load("local_level")
     job = runs.FitJob(table, spec, tmp_path)
     (tmp_path / ".settings.json.1.partial").write_text("{")
-    with contextlib.ExitStack() as held:
-        job.lock_folder(held)
+    with contextlib.ExitStack() as locks:
+        job.lock_folder(locks)
         with pytest.raises(runs.RunError, match="in use by another process"):
             runs.fit(table, spec, tmp_path)
-    with contextlib.ExitStack() as held:
-        job.lock_folder(held)
+    with contextlib.ExitStack() as locks:
+        job.lock_folder(locks)
 
 
 def test_settings_that_are_a_pipe_are_refused(table: data.Table, tmp_path):

@@ -1,6 +1,5 @@
 """Save and load objects, one file per object."""
 
-from retrodict._checkpoint.file import Checkpoint as Checkpoint
 from retrodict._checkpoint.file import load as load
 from retrodict._checkpoint.file import read_checkpoint as read_checkpoint
 from retrodict._checkpoint.file import save as save

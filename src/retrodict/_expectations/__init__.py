@@ -26,7 +26,6 @@ from retrodict._expectations.forecast import forecast as forecast
 from retrodict._expectations.forecast import impute as impute
 from retrodict._expectations.forecast import predictive as predictive
 from retrodict._expectations.functionals import AbstractFunctional as AbstractFunctional
-from retrodict._expectations.functionals import AbstractInitialTerm as AbstractInitialTerm
 from retrodict._expectations.functionals import AbstractPairTerm as AbstractPairTerm
 from retrodict._expectations.functionals import AbstractStateTerm as AbstractStateTerm
 from retrodict._expectations.functionals import AbstractTerm as AbstractTerm

@@ -1,9 +1,12 @@
 """Datasets of series, and minibatches of them for the steps of training.
 
-`open_dataset` returns a dataset, `dataset.loader(...)` a loader for one run of training,
-`loader.load(first, count, then)` the arrays that `count` steps read, and
-`batches.minibatch(key, step)` the series of one step, inside of the compiled program. Series are in
-arrays, of this process or sharded over those of several, or in blocks on disk (`on_disk.py`).
+From data to a step of training:
+
+1. `open_dataset` returns a dataset: series in arrays, of this process or sharded over several, or
+   in blocks on disk (`on_disk.py`).
+2. `dataset.loader(...)` returns a loader for one run of training.
+3. `loader.load(first, count, then)` returns the batches that `count` steps read.
+4. `batches.minibatch(key, step)` returns the series of one step, inside of the compiled program.
 
 The series of a step depend on the key and the number of the step only. A fit that was interrupted
 therefore resumes to the last bit.

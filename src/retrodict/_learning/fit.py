@@ -180,6 +180,9 @@ def fit(
         file = FitCheckpoint(Path(checkpoint), settings, devices)
         trained = file.resume(trained, num_starts)
 
+    # Steps: of all starts up to the end of the tournament, then of the best one.
+    show = _progress_line(progress, num_steps)
+
     def run(stages: Sequence[LossStage], trained: Trained, starts: int | None) -> Trained:
         placement, axes = _placement(devices, starts)
         with closing(dataset.loader(key, options.batch_size, options.chunk_size, axes)) as loader:
@@ -199,8 +202,6 @@ def fit(
                 placement=placement,
             )
 
-    # Steps: of all starts up to the end of the tournament, then of the best one.
-    show = _progress_line(progress, num_steps)
     if trained.state.kept_score.ndim == 1:
         until_cut = _until(stages, _tournament_end(num_steps, options))
         trained = best_start(run(until_cut, trained, num_starts))

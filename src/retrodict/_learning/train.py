@@ -319,31 +319,31 @@ def _take_steps(
     # Optimisers with a line search, such as optax.lbfgs, evaluate the loss themselves.
     optimiser = optax.with_extra_args_support(optimiser)
 
-    def one_start(parameters: PyTree, state: PyTree, step: Array):
+    def move_one_start(parameters: PyTree, state: PyTree, step: Array):
         value, gradient = jax.value_and_grad(loss)(parameters, batches, key, step)
         leaves = (value, *jax.tree.leaves(gradient))
         ok = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
         # Zeros in place of non-finite gradients keep the arithmetic of the optimiser finite.
         gradient = jax.tree.map(lambda leaf: jnp.where(ok, leaf, 0.0), gradient)
-        update, moved = optimiser.update(
+        update, next_state = optimiser.update(
             gradient,
             state,
             parameters,
             value=value,
             grad=gradient,
-            value_fn=lambda moved: loss(moved, batches, key, step),
+            value_fn=lambda candidate: loss(candidate, batches, key, step),
         )
         parameters = _choose(ok, optax.apply_updates(parameters, update), parameters)
-        return parameters, _choose(ok, moved, state), value, ok
+        return parameters, _choose(ok, next_state, state), value, ok
 
-    each = placement.over_starts(one_start, (0, 0, None))
+    move = placement.over_starts(move_one_start, (0, 0, None))
 
     def step(state: TrainState, _: None) -> tuple[TrainState, Array]:
-        parameters, moved, value, ok = each(state.parameters, state.optimiser, state.step)
+        parameters, optimiser_state, value, ok = move(state.parameters, state.optimiser, state.step)
         after = dataclasses.replace(
             state,
             parameters=parameters,
-            optimiser=moved,
+            optimiser=optimiser_state,
             skipped=state.skipped + jnp.where(ok, 0, 1),
             skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
             step=state.step + 1,

@@ -201,14 +201,8 @@ def prepare_data(
     model: StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
 ) -> Series:
     """Validate one series against an unwrapped model."""
-    series = prepare_series(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=model.takes_input,
-        input_dim=_input_dim(model),
-    )
+    expected = _expected_inputs(model)
+    series = prepare_series(ys, mask=mask, inputs=inputs, length=length, **expected)
     check_columns(series.ys, "ys", _obs_dim(model, series.inputs))
     _check_scales(model, series)
     return series
@@ -218,14 +212,8 @@ def prepare_data_batch(
     model: StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
 ) -> Series:
     """Validate a batch of series against an unwrapped model."""
-    batch = prepare_batch(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=model.takes_input,
-        input_dim=_input_dim(model),
-    )
+    expected = _expected_inputs(model)
+    batch = prepare_batch(ys, mask=mask, inputs=inputs, length=length, **expected)
     check_columns(batch.ys, "ys", _obs_dim(model, batch.inputs))
     _check_scales(model, jax.tree.map(lambda leaf: leaf[0], batch))
     return batch
@@ -233,23 +221,17 @@ def prepare_data_batch(
 
 def prepare_data_row(model: StateSpaceModel, y: Any, *, mask: Any, inputs: Any) -> Series:
     """Validate one row of a stream against an unwrapped model."""
-    row = prepare_row(
-        y,
-        mask=mask,
-        inputs=inputs,
-        takes_input=model.takes_input,
-        input_dim=_input_dim(model),
-    )
+    row = prepare_row(y, mask=mask, inputs=inputs, **_expected_inputs(model))
     check_columns(row.ys, "y", _obs_dim(model, row.inputs))
     return row
 
 
-def _input_dim(model: StateSpaceModel) -> int | None:
-    """Return the number of inputs, if a linear kernel shows it."""
-    for kernel in (model.transition, model.emission):
-        if isinstance(kernel, LinearGaussianKernel) and kernel.input_weight is not None:
-            return kernel.input_weight.shape[1]
-    return None
+def _expected_inputs(model: StateSpaceModel) -> dict[str, Any]:
+    """Return whether the model takes inputs, and how many if a linear kernel shows it."""
+    kernels = (model.transition, model.emission)
+    linear = [k for k in kernels if isinstance(k, LinearGaussianKernel) and k.takes_input]
+    input_dim = linear[0].input_weight.shape[1] if linear else None
+    return {"takes_input": model.takes_input, "input_dim": input_dim}
 
 
 def _obs_dim(model: StateSpaceModel, inputs: Float[Array, "*time input"] | None) -> int:

@@ -1,4 +1,8 @@
-"""The methods of `error_bound`: each evaluates one theorem, or declines with the reason."""
+"""The methods of `error_bound`: each evaluates one theorem, or declines with the reason.
+
+The methods are those of Theorems 1, 3, 4 and 5. Theorem 2, which replaces Proposition 3.1 of the
+paper, is evaluated on finite spaces: `finite/bounds.py`.
+"""
 
 import math
 from collections.abc import Callable

@@ -15,7 +15,6 @@ from retrodict.data._shares import SharedTable as SharedTable
 from retrodict.data._shares import read_shared as read_shared
 from retrodict.data._stored import StoredSeries as StoredSeries
 from retrodict.data._stored import open_series as open_series
-from retrodict.data._summary import Summary as Summary
 from retrodict.data._table import Rows as Rows
 from retrodict.data._table import Table as Table
 from retrodict.data._write import check_target as check_target

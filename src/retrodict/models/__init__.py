@@ -14,7 +14,6 @@ from retrodict.models._parameters import parameter_domains as parameter_domains
 from retrodict.models._parameters import with_parameters as with_parameters
 from retrodict.models._registry import READY as READY
 from retrodict.models._registry import Option as Option
-from retrodict.models._registry import ReadyModel as ReadyModel
 from retrodict.models._registry import from_options as from_options
 from retrodict.models._registry import start_from as start_from
 from retrodict.models._structural import autoregressive as autoregressive

@@ -75,10 +75,6 @@ class QuadraticFeatures(AbstractFeatures):
         return jnp.concatenate([jnp.ones(1, z.dtype), z, z[rows] * z[columns]])
 
 
-def _or_quadratic(features: AbstractFeatures | None) -> AbstractFeatures:
-    return QuadraticFeatures() if features is None else features
-
-
 class RandomFeatures(AbstractFeatures):
     """Polynomials of degree two, and cosines of random frequencies.
 
@@ -184,7 +180,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
     """
 
     num_samples: int = eqx.field(static=True)
-    features: AbstractFeatures = eqx.field(default=None, converter=_or_quadratic, kw_only=True)
+    features: AbstractFeatures = eqx.field(default_factory=QuadraticFeatures, kw_only=True)
     sensitivity: StateDerivative = eqx.field(static=True, default="exact", kw_only=True)
 
     def __check_init__(self) -> None:

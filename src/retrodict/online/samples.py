@@ -282,11 +282,7 @@ def backward_law(family: AbstractFamily) -> BackwardLaw:
     """
     if isinstance(family, AbstractSampledFamily):
         return family.shared().law
-    return _linear_gaussian
-
-
-def _linear_gaussian(step: LinearGaussianKernel, x: Float[Array, "state"]) -> Any:
-    return step.law(x, None)
+    return LinearGaussianKernel.law
 
 
 def log_weights(
