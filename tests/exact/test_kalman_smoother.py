@@ -103,6 +103,32 @@ def test_second_derivatives_are_exact_with_more_entries_than_states(hidden, para
         np.testing.assert_allclose(one, other, atol=1e-9)
 
 
+@pytest.mark.parametrize("series", [2, 3])
+def test_derivatives_of_a_sum_over_series_with_masks_are_exact(series):
+    # With three series of four rows, swapped axes would fit.
+    rng = np.random.default_rng(0)
+    ys = jnp.asarray(rng.normal(size=(series, 4, 2)))
+    mask = jnp.asarray(rng.uniform(size=ys.shape) > 0.3)
+
+    def log_evidence(weight, ys, mask):
+        model = linear_model(2, weight=weight)
+        return rd.kalman_smoother(model, ys, mask=mask).log_evidence
+
+    def mean(weight, ys, mask):
+        model = linear_model(2, weight=weight)
+        marginals = rd.kalman_smoother(model, ys, mask=mask).chain.marginals()
+        return jnp.sum(jnp.sin(marginals.mean)) + jnp.sum(jnp.sin(marginals.covariance))
+
+    for function, order in ((log_evidence, jax.hessian), (mean, jax.grad)):
+        total = order(
+            lambda weight, function=function: jnp.sum(
+                jax.vmap(function, in_axes=(None, 0, 0))(weight, ys, mask)
+            )
+        )(0.7)
+        singly = [order(function)(0.7, y, m) for y, m in zip(ys, mask, strict=True)]
+        assert total == pytest.approx(float(sum(singly)), rel=1e-10)
+
+
 def test_unsupported_second_derivatives_are_refused():
     ys = jnp.ones((3, 4))
 

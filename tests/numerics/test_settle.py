@@ -114,6 +114,29 @@ def test_derivatives_and_batches_are_those_of_the_plain_scan():
     )
 
 
+@pytest.mark.parametrize("series", [3, 40])
+def test_derivatives_of_compiled_batches_are_those_of_each_series(series):
+    # As many series as steps as well: then swapped axes fit, and give wrong numbers.
+    rows = jnp.asarray(np.random.default_rng(0).uniform(size=(series, 40, 1, 1)))
+
+    def total(weight, rows):
+        fixed, init = (weight, jnp.asarray(0.5)), jnp.ones((1, 1))
+        last, out = settling_scan(riccati, scales_agree, fixed, init, rows, 40)
+        mapped = settling_map(lambda fixed, batch: fixed * batch**2, weight, rows[:, 0], 8)
+        return jnp.sum(jnp.sin(last)) + jnp.sum(jnp.arange(40.0) * out[0][:, 0, 0] * mapped[:, 0])
+
+    def of_all(weight):
+        return jnp.sum(jax.vmap(jax.jit(total), in_axes=(None, 0))(weight, rows))
+
+    def nested(weight):
+        return jax.vmap(jax.vmap(jax.jit(total), (None, 0)), (0, None))(weight[None], rows).sum()
+
+    for order in (jax.grad, jax.hessian):
+        expected = sum(order(total)(0.9, row) for row in rows)
+        for batched in (of_all, nested):
+            np.testing.assert_allclose(order(batched)(0.9), expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("name", designs())
 def test_a_settling_map_equals_the_plain_map(name):
     rows = jnp.asarray(designs()[name])[:, None]

@@ -78,7 +78,8 @@ def _settling_scan_jvp(
 def _plain_scan(
     step: Step, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
 ) -> tuple[PyTree, PyTree]:
-    return lax.scan(partial(step, fixed), init, rows, count, reverse=reverse)
+    out = lax.scan(partial(step, fixed), init, rows, count, reverse=reverse)
+    return _batched_alike(out, (fixed, init, rows))
 
 
 def _settling_loop(
@@ -144,7 +145,7 @@ def _settling_map_jvp(
 
 
 def _plain_map(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
-    return in_batches(partial(fn, fixed), rows, size)
+    return _batched_alike(in_batches(partial(fn, fixed), rows, size), (fixed, rows))
 
 
 def _settling_batches(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
@@ -185,6 +186,20 @@ def _unless_batched(loop: Callable, plain: Callable) -> Callable:
         return out, jax.tree.map(lambda _: True, out)
 
     return run
+
+
+def _batched_alike(out: PyTree, arguments: PyTree) -> PyTree:
+    """Return `out` with a leading batch axis in every leaf, under `vmap` over any argument.
+
+    JAX takes the batch axes of a compiled function for those of its derivative. A scan has its own
+    axes, and none in outputs that do not depend on what is batched.
+    """
+    batched = jnp.zeros((), bool)
+    for leaf in jax.tree.leaves(arguments):
+        batched = batched | (leaf.ravel()[:1].sum() != 0)
+    # The selection depends on all arguments, and both cases are equal. Adding an axis moves the
+    # batch axis to the front.
+    return jax.tree.map(lambda leaf: jnp.where(batched, leaf, leaf)[None][0], out)
 
 
 def _changes(rows: PyTree, count: int) -> Bool[Array, "count"]:
