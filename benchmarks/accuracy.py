@@ -125,8 +125,8 @@ def grade(
         laws = chain.marginals()
         return bound, laws.mean[:, 0], laws.std[:, 0]
 
-    found = [one(family, y, key) for y, key in zip(ys, keys, strict=True)]
-    bounds, means, stds = (np.stack([np.asarray(f[i]) for f in found]) for i in range(3))
+    results = [one(family, y, key) for y, key in zip(ys, keys, strict=True)]
+    bounds, means, stds = (np.stack([np.asarray(f[i]) for f in results]) for i in range(3))
     n = ys.shape[1]
     covered = np.abs(np.asarray(xs)[..., 0] - means) < 1.6448536269514722 * stds
     figures = {
@@ -224,16 +224,16 @@ def particles() -> dict[str, Any]:
 
         @jax.jit
         def run(key: Any, y: Any, sampler: Any = sampler) -> Any:
-            found = rd.ffbsi(key, NONLINEAR, y, 1000, backward=sampler, mask=True)
-            total, error = found.expectation(rd.StateSum())
-            evidence_error = found.filtered.log_evidence_standard_error()
-            return found.mean[:, 0], total[0], error[0], found.log_evidence, evidence_error
+            posterior = rd.ffbsi(key, NONLINEAR, y, 1000, backward=sampler, mask=True)
+            total, error = posterior.expectation(rd.StateSum())
+            evidence_error = posterior.filtered.log_evidence_standard_error()
+            return posterior.mean[:, 0], total[0], error[0], posterior.log_evidence, evidence_error
 
         # The same keys, and so the same filters, for all samplers.
         keys = jax.random.split(jax.random.key(7), ys.shape[0])
-        found = [run(key, y) for key, y in zip(keys, ys, strict=True)]
+        results = [run(key, y) for key, y in zip(keys, ys, strict=True)]
         means, totals, errors, evidence, evidence_errors = (
-            np.stack([np.asarray(f[i]) for f in found]) for i in range(5)
+            np.stack([np.asarray(f[i]) for f in results]) for i in range(5)
         )
         off = totals - exact.sum(axis=1)
         figures[name] = {

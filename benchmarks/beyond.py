@@ -83,8 +83,8 @@ def graded(
             )
         return bound, *means
 
-    found = [one(family, y, key) for y, key in zip(ys, keys, strict=True)]
-    bounds, means, quick = (np.stack([np.asarray(f[i]) for f in found]) for i in range(3))
+    results = [one(family, y, key) for y, key in zip(ys, keys, strict=True)]
+    bounds, means, quick = (np.stack([np.asarray(f[i]) for f in results]) for i in range(3))
     errors, quick_errors = means[..., 0] - oracles["mean"], quick[..., 0] - oracles["mean"]
     return {
         "gap_nats_a_step": (oracles["evidence"] - bounds) / ys.shape[1],
@@ -156,11 +156,11 @@ def headline(arguments: Any) -> dict[str, Any]:
             family, seconds = trained(
                 name, NONLINEAR, seed, STEPS[name], arguments.folder, "section-5.2"
             )
-            found = graded(NONLINEAR, family, ys, oracles)
-            one: dict[str, Any] = {key: spread(value) for key, value in found.items()}
+            scores = graded(NONLINEAR, family, ys, oracles)
+            one: dict[str, Any] = {key: spread(value) for key, value in scores.items()}
             for key in ("additive_error", "marginal_mse"):
                 for paths in ("", "_of_64_paths"):
-                    one[f"{key}{paths}_less_FFBSi's"] = spread(found[key + paths] - particles[key])
+                    one[f"{key}{paths}_less_FFBSi's"] = spread(scores[key + paths] - particles[key])
             one["seconds"] = seconds
             figures[f"{name}, seed {seed}"] = one
             line(f"{name}, seed {seed}", one)
@@ -191,9 +191,9 @@ def speed(arguments: Any) -> dict[str, Any]:
                 for _ in range(3)
             ]
             ours, theirs = (min(times) for times in zip(*rounds, strict=True))
-            found = {"seconds": ours, "FFBSi_seconds": theirs, "ratio": theirs / ours}
-            figures[f"{problem}, {name}"] = found
-            line(f"{problem}, {name}", found)
+            timing = {"seconds": ours, "FFBSi_seconds": theirs, "ratio": theirs / ours}
+            figures[f"{problem}, {name}"] = timing
+            line(f"{problem}, {name}", timing)
     return figures
 
 
@@ -258,16 +258,16 @@ def two_sided(arguments: Any) -> dict[str, Any]:
         ys = simulate(model, 999, 20, n)[1]
         grid = rd.Grid(-reach * jnp.ones(d), reach * jnp.ones(d), num_points)
         exact = [rd.grid_smoother(model, y, grid) for y in ys]
-        evidence = np.array([float(found.log_evidence) for found in exact])
+        evidence = np.array([float(posterior.log_evidence) for posterior in exact])
         keys = jax.random.split(jax.random.key(3), 20)
         paths = [np.asarray(e.sample(key, 1000)) for e, key in zip(exact, keys, strict=True)]
         sides = np.stack(
             [np.ravel(e.expectation(lambda x: (x[0] > 0).astype(x.dtype))) for e in exact]
         )
         run = jax.jit(lambda key, y, model=model: rd.ffbsi(key, model, y, 1000, mask=True).samples)
-        drawn = [np.asarray(run(key, y)) for key, y in zip(keys, ys, strict=True)]
-        floor = np.array([energy_distance(a, b) for a, b in zip(drawn, paths, strict=True)])
-        figures[problem] = {"FFBSi": _sides(drawn, sides) | {"energy_distance": spread(floor)}}
+        samples = [np.asarray(run(key, y)) for key, y in zip(keys, ys, strict=True)]
+        floor = np.array([energy_distance(a, b) for a, b in zip(samples, paths, strict=True)])
+        figures[problem] = {"FFBSi": _sides(samples, sides) | {"energy_distance": spread(floor)}}
         line(f"{problem}, FFBSi", figures[problem]["FFBSi"])
         for name in arguments.families or ("gated", "recurrent", "nonlinear", "mixture"):
             family, seconds = trained(name, model, 0, 4000, arguments.folder, problem)
@@ -278,11 +278,11 @@ def two_sided(arguments: Any) -> dict[str, Any]:
                 bound = rd.elbo(model, chain, y, estimator=estimator, key=key, mask=True)
                 return chain.sample(key, 1000), bound
 
-            found = [one(family, key, y) for key, y in zip(keys, ys, strict=True)]
-            drawn = [np.asarray(f[0]) for f in found]
-            gaps = (evidence - np.array([float(f[1]) for f in found])) / n
-            far = np.array([energy_distance(a, b) for a, b in zip(drawn, paths, strict=True)])
-            figures[problem][name] = _sides(drawn, sides) | {
+            results = [one(family, key, y) for key, y in zip(keys, ys, strict=True)]
+            samples = [np.asarray(f[0]) for f in results]
+            gaps = (evidence - np.array([float(f[1]) for f in results])) / n
+            far = np.array([energy_distance(a, b) for a, b in zip(samples, paths, strict=True)])
+            figures[problem][name] = _sides(samples, sides) | {
                 "gap_nats_a_step": spread(gaps),
                 "energy_distance": spread(far),
                 "energy_distance_over_FFBSi's": float(far.mean() / floor.mean()),
@@ -306,16 +306,16 @@ def picture(arguments: Any) -> dict[str, Any]:
         grid = rd.Grid(-reach * jnp.ones(d), reach * jnp.ones(d), num_points)
         exact = rd.grid_smoother(model, y, grid)
         key = jax.random.key(0)
-        drawn = {"FFBSi, 1,000 particles": rd.ffbsi(key, model, y, 1000, 40).samples}
+        panels = {"FFBSi, 1,000 particles": rd.ffbsi(key, model, y, 1000, 40).samples}
         for name in ("gated", "nonlinear", "mixture"):
             family, _ = trained(name, model, 0, 4000, arguments.folder, problem)
-            drawn[f"{name} family"] = family.infer(y).sample(key, 40)
+            panels[f"{name} family"] = family.infer(y).sample(key, 40)
         figure, axes = plt.subplots(4, 1, figsize=(8, 9), sharex=True, sharey=True, dpi=110)
         edges = (-0.5, n - 0.5, -reach, reach)
         # The law of the first coordinate, which is the one that is seen.
         weights = np.asarray(exact.weights).reshape(n, num_points, -1).sum(axis=2)
         shades = np.sqrt(weights / weights.max(axis=1, keepdims=True)).T
-        for axis, (name, paths) in zip(axes, drawn.items(), strict=True):
+        for axis, (name, paths) in zip(axes, panels.items(), strict=True):
             axis.imshow(shades, origin="lower", aspect="auto", extent=edges, cmap="Greys", vmax=1.5)
             axis.plot(np.asarray(paths)[..., 0].T, color="#c44e52", linewidth=0.6, alpha=0.5)
             axis.set_title(name, loc="left", fontsize=10)
@@ -335,9 +335,9 @@ PICTURES = {
 }
 
 
-def _sides(drawn: list[np.ndarray], exact: np.ndarray) -> dict[str, float]:
+def _sides(samples: list[np.ndarray], exact: np.ndarray) -> dict[str, float]:
     """Return the error of P(x > 0) against the grid for the worst series, in two ways."""
-    shares = np.stack([(paths[..., 0] > 0).mean(axis=0) for paths in drawn])
+    shares = np.stack([(paths[..., 0] > 0).mean(axis=0) for paths in samples])
     off = np.abs(shares - exact)
     return {
         "mass_off_mean_over_times_worst_series": float(off.mean(axis=1).max()),
@@ -431,22 +431,22 @@ def guided(arguments: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {}
 
     def measured(name: str, run: Callable[..., Any]) -> None:
-        found = [run(key, y) for key, y in zip(keys, ys, strict=True)]
-        means = np.stack([np.asarray(f[0]) for f in found])
-        off = np.array([float(f[1]) for f in found]) - oracles["mean"].sum(axis=1)
-        z = off / np.array([float(f[2]) for f in found])
+        results = [run(key, y) for key, y in zip(keys, ys, strict=True)]
+        means = np.stack([np.asarray(f[0]) for f in results])
+        off = np.array([float(f[1]) for f in results]) - oracles["mean"].sum(axis=1)
+        z = off / np.array([float(f[2]) for f in results])
         figures[name] = {
             "seconds": quickest(lambda: run(keys[0], ys[0]), 5),
             "marginal_mse": spread(((means - oracles["mean"]) ** 2).mean(axis=1)),
             "additive_error": spread(np.abs(off)),
             "z_of_the_sum": (float(z.mean()), float(z.std(ddof=1))),
-            "evidence_error": spread([float(f[3]) for f in found] - oracles["evidence"]),
+            "evidence_error": spread([float(f[3]) for f in results] - oracles["evidence"]),
         }
         line(name, figures[name])
 
-    def read(found: Any) -> tuple[Any, ...]:
-        total, error = found.expectation(rd.StateSum())
-        return found.mean[:, 0], total[0], error[0], found.log_evidence
+    def read(posterior: Any) -> tuple[Any, ...]:
+        total, error = posterior.expectation(rd.StateSum())
+        return posterior.mean[:, 0], total[0], error[0], posterior.log_evidence
 
     for sampler, counts in (
         (rd.particles.ExactBackward(), (1000,)),
@@ -513,12 +513,12 @@ def k_hat(arguments: Any) -> dict[str, Any]:
             ("trained", family),
             ("spoiled", spoiled(family, jax.random.key(index), 0.2)),
         ):
-            found = rd.importance_smoother(
+            posterior = rd.importance_smoother(
                 jax.random.key(index), NONLINEAR, chosen.infer(ys[index]), ys[index], 1000
             )
-            figures[kind][f"{name}, seed {seed}"] = float(found.k_hat)
-    for kind, found in figures.items():
-        print(f"  {kind}: " + ", ".join(f"{value:.2f}" for value in found.values()), flush=True)
+            figures[kind][f"{name}, seed {seed}"] = float(posterior.k_hat)
+    for kind, k_hats in figures.items():
+        print(f"  {kind}: " + ", ".join(f"{value:.2f}" for value in k_hats.values()), flush=True)
     return figures
 
 

@@ -100,10 +100,10 @@ def instance(key: Any, free: Any, n: int, d: int) -> dict[str, Any]:
     )
     reference = wasserstein.exact_posterior(exact.chain)
     ones, series = jnp.ones(n), Series(ys, None, None, None)
-    found = curvature.curvature(model, series)
-    variance = jnp.sum(found.largest_variance(ones, WINDOW))
+    curvatures = curvature.curvature(model, series)
+    variance = jnp.sum(curvatures.largest_variance(ones, WINDOW))
     gap = exact.log_evidence - rd.elbo(model, chain, ys, mask=True)
-    terms = theorems.score_terms(model, chain, series, found, chain.sample(keys[5], 500))
+    terms = theorems.score_terms(model, chain, series, curvatures, chain.sample(keys[5], 500))
     phi = wasserstein.phi(chain, reference, wasserstein.Sensitivity(0 * ones, ones), WINDOW)
     values = {
         "phi": jnp.sum(phi),
@@ -194,8 +194,8 @@ def paper(figures: Path | None) -> dict[str, Any]:
     for epoch in published.EPOCHS:
         rows = []
         for n in lengths:
-            found = jax.jit(jax.vmap(lambda y, epoch=epoch: both(epoch, y)))(ys[:, :n])
-            rows.append([np.asarray(part) for part in found])
+            parts = jax.jit(jax.vmap(lambda y, epoch=epoch: both(epoch, y)))(ys[:, :n])
+            rows.append([np.asarray(part) for part in parts])
         errors, bounds, worst = (np.stack(column) for column in zip(*rows, strict=True))
         if (errors > bounds * (1 + 1e-9)).any():
             raise AssertionError(f"a bound of epoch {epoch} was violated")
@@ -353,7 +353,7 @@ def graded(
         weights, _ = grid_bounds.marginals_on(grid, chain)
         cumulated = jnp.cumsum(weights - posterior.weights, axis=1)
         distances = grid.spacing[0] * jnp.sum(jnp.abs(cumulated), axis=1)
-        found = rd.error_bound(
+        bound = rd.error_bound(
             model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key
         )
         signed = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
@@ -365,7 +365,7 @@ def graded(
             "worst case": float(jnp.sum(distances)),
             "error of the sum": float(signed.value),
             "error of the time above 1/2": float(share.value),
-            **{method: float(value) for method, value in found.considered.items()},
+            **{method: float(value) for method, value in bound.considered.items()},
             "without a grid": {"method": alone.method, "rigorous": alone.rigorous},
             "k hat": float(checked.k_hat),
             "gap": float(checked.gap),
@@ -380,7 +380,7 @@ def graded(
                 raise AssertionError(f"{method} was violated")
         if seed == 0 and figures is not None:
             title = f"{name}: what each time contributes to the bound"
-            _draw_steps(found.per_step, distances, title, figures / f"bound-steps-{name}")
+            _draw_steps(bound.per_step, distances, title, figures / f"bound-steps-{name}")
     return results
 
 
@@ -397,8 +397,8 @@ def models(figures: Path | None) -> dict[str, Any]:
     }
     results = {}
     for name, (model, smoother, grid, n) in cases.items():
-        drawn = figures if name in ("nonlinear", "volatility") else None
-        results[name] = graded(name, model, smoother(), grid, n, drawn)
+        folder = figures if name in ("nonlinear", "volatility") else None
+        results[name] = graded(name, model, smoother(), grid, n, folder)
     return results
 
 
@@ -416,8 +416,8 @@ def long() -> dict[str, Any]:
         times = []
         for _ in range(4):
             began = time.perf_counter()
-            found = rd.error_bound(theta, chain, ys, rd.bounds.AnyLipschitz(), key=key)
-            jax.block_until_ready(found.value)
+            bound = rd.error_bound(theta, chain, ys, rd.bounds.AnyLipschitz(), key=key)
+            jax.block_until_ready(bound.value)
             times.append(time.perf_counter() - began)
         results[name] = {"first_s": times[0], "s": min(times[1:])}
         print(f"  n=2000, d=1, {name}: {min(times[1:]):.2f} s (first call {times[0]:.1f} s)")
@@ -426,11 +426,11 @@ def long() -> dict[str, Any]:
     exact = rd.kalman_smoother(model, ys).chain
     chain = shaken_chain(jax.random.key(3), 0.05, exact)
     for window in (1, 4, 16, 64, 500):
-        found = rd.error_bound(
+        bound = rd.error_bound(
             model, chain, ys, rd.bounds.AnyLipschitz(), window=window, method="wasserstein_phi"
         )
-        results[f"window {window}"] = float(found.value)
-        print(f"  n=500, d=3, window {window}: {float(found.value):.6g}")
+        results[f"window {window}"] = float(bound.value)
+        print(f"  n=500, d=3, window {window}: {float(bound.value):.6g}")
     return results
 
 

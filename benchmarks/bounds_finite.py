@@ -83,12 +83,12 @@ def filter_and_reverse(model: Model) -> tuple[np.ndarray, np.ndarray]:
 
 def pairs(terminal: np.ndarray, kernels: np.ndarray) -> np.ndarray:
     """Return laws of neighbours [batch, k, x, y] under backward chains."""
-    law, found = terminal, []
+    law, joints = terminal, []
     for k in reversed(range(kernels.shape[1])):
         joint = law[:, None, :] * kernels[:, k].swapaxes(1, 2)
-        found.append(joint)
+        joints.append(joint)
         law = joint.sum(axis=2)
-    return np.stack(found[::-1], axis=1)
+    return np.stack(joints[::-1], axis=1)
 
 
 def approximate(
@@ -185,9 +185,9 @@ def problem(
 def evaluate(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     def one(fields: dict[str, jax.Array]) -> dict[str, jax.Array]:
         bounds = finite_bounds(FiniteProblem.from_model(**fields))
-        found = {name: getattr(bounds, name) for name in ("error", "identity", *CHECKED)}
-        found["ratio"] = bounds.quantities.sigma_plus / bounds.quantities.sigma_minus
-        return found
+        values = {name: getattr(bounds, name) for name in ("error", "identity", *CHECKED)}
+        values["ratio"] = bounds.quantities.sigma_plus / bounds.quantities.sigma_minus
+        return values
 
     return jax.vmap(one)(arrays)
 
@@ -196,7 +196,7 @@ def run_generic(seed: int, instances: int, num_shapes: int) -> dict[str, np.ndar
     """Run all kinds of problems in turn, with few shapes, since each is compiled."""
     rng = np.random.default_rng(seed)
     # The corners first, so that the smallest and the largest are always among them.
-    shapes = [(2, 2), (60, 50), (60, 2), (2, 50)]
+    shapes = [(2, 2), (60, 50), (60, 2), (2, 50)][:num_shapes]
     while len(shapes) < num_shapes:
         shapes.append((int(rng.integers(2, 61)), int(rng.integers(2, 51))))
     shares = np.diff(np.linspace(0, instances, num_shapes + 1).astype(int))
@@ -210,10 +210,10 @@ def run_generic(seed: int, instances: int, num_shapes: int) -> dict[str, np.ndar
             kind = kinds[turn % len(kinds)]
             turn += 1
             arrays, error = generic(rng, kind, batch, n, size)
-            found = {name: np.asarray(value) for name, value in evaluate(arrays).items()}
-            found["oracle"] = error
-            found["adversarial"] = np.full(batch, kind[1] == "adversarial")
-            rows.append({name: value[:left] for name, value in found.items()})
+            values = {name: np.asarray(value) for name, value in evaluate(arrays).items()}
+            values["oracle"] = error
+            values["adversarial"] = np.full(batch, kind[1] == "adversarial")
+            rows.append({name: value[:left] for name, value in values.items()})
             left -= batch
         done += int(share)
         elapsed = time.perf_counter() - start
@@ -228,45 +228,45 @@ def run_targeted(seed: int, instances: int, num_shapes: int) -> dict[str, np.nda
     for share in shares[shares > 0]:
         n, size = int(rng.integers(3, 21)), int(rng.integers(2, 11))
         arrays, error = targeted(rng, int(share), n, size)
-        found = {name: np.asarray(value) for name, value in evaluate(arrays).items()}
-        rows.append({**found, "oracle": error})
+        values = {name: np.asarray(value) for name, value in evaluate(arrays).items()}
+        rows.append({**values, "oracle": error})
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
-def violated(found: dict[str, np.ndarray], name: str) -> np.ndarray:
-    error = np.abs(found["error"])
+def violated(values: dict[str, np.ndarray], name: str) -> np.ndarray:
+    error = np.abs(values["error"])
     # Written so that a NaN is a violation.
-    return ~(found[name] >= error * (1 - 1e-9) - 1e-12)
+    return ~(values[name] >= error * (1 - 1e-9) - 1e-12)
 
 
-def summarise(found: dict[str, np.ndarray]) -> dict[str, Any]:
-    error = np.abs(found["error"])
-    printed, rho = violated(found, "printed_proposition"), 1 - 1 / found["ratio"]
+def summarise(values: dict[str, np.ndarray]) -> dict[str, Any]:
+    error = np.abs(values["error"])
+    printed, rho = violated(values, "printed_proposition"), 1 - 1 / values["ratio"]
     return {
         "instances": len(error),
         "errors above 1e-9": int((error > 1e-9).sum()),
-        "greatest gap of the identity": float(np.abs(found["error"] - found["identity"]).max()),
-        "greatest gap to the numpy error": float(np.abs(found["error"] - found["oracle"]).max()),
-        "violations": {name: int(violated(found, name).sum()) for name in RIGOROUS},
+        "greatest gap of the identity": float(np.abs(values["error"] - values["identity"]).max()),
+        "greatest gap to the numpy error": float(np.abs(values["error"] - values["oracle"]).max()),
+        "violations": {name: int(violated(values, name).sum()) for name in RIGOROUS},
         "printed proposition": {
             "violations": int(printed.sum()),
             "instances with rho < 1/2": int((rho < 0.5).sum()),
             "violations with rho >= 1/2": int((printed & (rho >= 0.5)).sum()),
-            "median error / printed": float(np.median(error / found["printed_proposition"])),
-            "greatest error / printed": float(np.max(error / found["printed_proposition"])),
+            "median error / printed": float(np.median(error / values["printed_proposition"])),
+            "greatest error / printed": float(np.max(error / values["printed_proposition"])),
         },
     }
 
 
-def table(found: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+def table(values: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Return medians of bound / error for adversarial functionals, by r = σ₊ / σ₋."""
-    error = np.abs(found["error"])
-    use = found["adversarial"] & (error > 1e-9)
+    error = np.abs(values["error"])
+    use = values["adversarial"] & (error > 1e-9)
     rows = []
     for low, high in RATIOS:
-        chosen = use & (found["ratio"] >= low) & (found["ratio"] < high)
+        chosen = use & (values["ratio"] >= low) & (values["ratio"] < high)
         medians = {
-            label: float(np.median(found[name][chosen] / error[chosen])) if chosen.any() else None
+            label: float(np.median(values[name][chosen] / error[chosen])) if chosen.any() else None
             for label, name in COLUMNS
         }
         rows.append({"ratio": f"[{low:g}, {high:g})", "count": int(chosen.sum()), **medians})
@@ -293,15 +293,17 @@ def main() -> None:
     result: dict[str, Any] = {"jax": jax.__version__, "seed": options.seed}
     if options.instances > 0:
         print(f"{options.instances} generic problems")
-        found = run_generic(options.seed, options.instances, min(options.shapes, options.instances))
-        result["generic"], result["table"] = summarise(found), table(found)
+        values = run_generic(
+            options.seed, options.instances, min(options.shapes, options.instances)
+        )
+        result["generic"], result["table"] = summarise(values), table(values)
         print(json.dumps(result["generic"], indent=1))
         print("median bound / error, adversarial functionals")
         show(result["table"])
     if options.targeted > 0:
         print(f"{options.targeted} targeted problems")
-        found = run_targeted(options.seed + 1, options.targeted, min(12, options.targeted))
-        result["targeted"] = summarise(found)
+        values = run_targeted(options.seed + 1, options.targeted, min(12, options.targeted))
+        result["targeted"] = summarise(values)
         print(json.dumps(result["targeted"], indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -62,7 +62,7 @@ def one_gap(arguments: tuple[np.ndarray, int]) -> tuple[int, float, float]:
     ys[gone] = np.nan
     ready = models.load("local_level")
     model = ready.build_from(ys[None], key=jax.random.key(seed))
-    found = rd.fit_evidence(
+    fitted = rd.fit_evidence(
         jax.random.key(seed),
         model,
         ys,
@@ -72,12 +72,12 @@ def one_gap(arguments: tuple[np.ndarray, int]) -> tuple[int, float, float]:
         patience=2,
         progress=False,
     ).model
-    plain = rd.unwrap(found)
+    plain = rd.unwrap(fitted)
     chain = rd.kalman_smoother(plain, jnp.asarray(ys)).chain
     draws = rd.impute(jax.random.key(seed), plain, chain, jnp.asarray(ys), 2000)
     lower, upper = np.quantile(np.asarray(draws)[:, gone, 0], [0.5 - LEVEL / 2, 0.5 + LEVEL / 2], 0)
     inside = int(np.sum((flow[gone] > lower) & (flow[gone] < upper)))
-    values = models.named_parameters(found)
+    values = models.named_parameters(fitted)
     return (
         inside,
         float(np.ravel(values["level_scale"])[0]),
@@ -91,10 +91,10 @@ def nile(say: Say, options: argparse.Namespace) -> dict[str, Any]:
     tasks = [(flow, seed) for seed in range(options.repetitions)]
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.workers) as pool:
-        found = np.array(list(pool.imap_unordered(one_gap, tasks)))
-    inside = found[:, 0] / NUM_REMOVED
+        results = np.array(list(pool.imap_unordered(one_gap, tasks)))
+    inside = results[:, 0] / NUM_REMOVED
     coverage, error = float(inside.mean()), float(inside.std(ddof=1) / len(inside) ** 0.5)
-    scales = np.median(found[:, 1:], axis=0)
+    scales = np.median(results[:, 1:], axis=0)
     say(
         f"Nile, {NUM_REMOVED} of {len(flow)} rows removed, {len(inside)} repetitions: "
         f"{100 * coverage:.1f}% ± {100 * error:.1f} of them lie in their 90% intervals; "
@@ -157,12 +157,12 @@ def counts(say: Say, options: argparse.Namespace) -> dict[str, Any]:
             np.sum(np.diff(truth, axis=-1) ** 2, -1),
         ),
     }
-    found = {}
-    for name, (drawn, true) in statistics.items():
-        ranks = np.sum(drawn < true[:, None], axis=1)
+    p_values = {}
+    for name, (sampled, true) in statistics.items():
+        ranks = np.sum(sampled < true[:, None], axis=1)
         heights = np.bincount(ranks * NUM_BINS // (NUM_DRAWS + 1), minlength=NUM_BINS)
         test = stats.chisquare(heights)
-        found[name] = float(test.pvalue)
+        p_values[name] = float(test.pvalue)
         figure = f"chi-square {test.statistic:.1f} in {NUM_BINS} bins, p {test.pvalue:.3f}"
         say(f"ranks of {name}: {figure}")
     return {
@@ -171,7 +171,7 @@ def counts(say: Say, options: argparse.Namespace) -> dict[str, Any]:
         "training_seconds": seconds,
         "steps": options.steps,
         "coverage": [coverage, error],
-        "p_of_ranks": found,
+        "p_of_ranks": p_values,
     }
 
 

@@ -78,8 +78,8 @@ def main() -> None:
                 w, q_scale, h, r_scale, prior, y = (
                     jnp.asarray(np.float32(array), dtype) for array in arrays
                 )
-                found = smooth(w, q_scale, h, r_scale, prior, y, options.parallel)
-                answers.append([np.float64(a) for a in found])
+                result = smooth(w, q_scale, h, r_scale, prior, y, options.parallel)
+                answers.append([np.float64(a) for a in result])
             (mean, scale), (exact, exact_scale) = answers
             std, exact_std = np.linalg.norm(scale, axis=-1), np.linalg.norm(exact_scale, axis=-1)
             rounding = np.finfo(np.float32).eps / 2 * np.abs(exact).max() / exact_std.min()

@@ -121,15 +121,15 @@ def agreement(given: Problem, n: int) -> dict[str, Any]:
         smooth, arguments = smoother(given, n, jnp.float64, parallel=False)
         _, exact = smooth(*arguments)
         mean, std = np.asarray(exact.mean), np.asarray(exact.std)
-    found: dict[str, Any] = {"what": f"error against the CPU, n={n:,}", "num_times": n}
+    errors: dict[str, Any] = {"what": f"error against the CPU, n={n:,}", "num_times": n}
     for dtype in (jnp.float32, jnp.float64):
         smooth, arguments = smoother(given, n, dtype, parallel=True)
         _, marginals = smooth(*arguments)
-        found[jnp.dtype(dtype).name] = {
+        errors[jnp.dtype(dtype).name] = {
             "mean_in_sds": float(np.max(np.abs(np.asarray(marginals.mean) - mean) / std)),
             "sd_relative": float(np.max(np.abs(np.asarray(marginals.std) / std - 1))),
         }
-    return found
+    return errors
 
 
 def smoother(given: Problem, n: int, dtype: Any, parallel: bool) -> tuple[Any, tuple[Any, Any]]:

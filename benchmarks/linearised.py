@@ -36,7 +36,7 @@ def swing(x: jax.Array) -> jax.Array:
     return jnp.stack([x[0] + STEP * x[1], x[1] - 9.81 * STEP * jnp.sin(x[0])])
 
 
-def seen(x: jax.Array) -> jax.Array:
+def observe(x: jax.Array) -> jax.Array:
     return jnp.sin(x[:1])
 
 
@@ -44,14 +44,14 @@ NOISE = jnp.array([[0.02, 0.0], [0.01, 0.1]])
 PENDULUM = rd.StateSpaceModel(
     rd.Gaussian(jnp.array([0.8, 0.0]), 0.3 * jnp.eye(2)),
     rd.NonlinearGaussianKernel(swing, NOISE),
-    rd.NonlinearGaussianKernel(seen, 0.2 * jnp.eye(1)),
+    rd.NonlinearGaussianKernel(observe, 0.2 * jnp.eye(1)),
 )
 PARAMETERS = ParamsNLGSSM(
     initial_mean=jnp.array([0.8, 0.0]),
     initial_covariance=0.09 * jnp.eye(2),
     dynamics_function=swing,
     dynamics_covariance=NOISE @ NOISE.T,
-    emission_function=seen,
+    emission_function=observe,
     emission_covariance=0.04 * jnp.eye(1),
 )
 
@@ -85,12 +85,12 @@ def main() -> None:
     }
     results = {}
     for name, (ours, peer) in pairs.items():
-        found, expected = ours(ys), peer(ys)
-        laws = found.chain.marginals()
+        posterior, expected = ours(ys), peer(ys)
+        laws = posterior.chain.marginals()
         differences = {
             "mean": np.max(np.abs(laws.mean - expected.smoothed_means)),
             "covariance": np.max(np.abs(laws.covariance - expected.smoothed_covariances)),
-            "log-evidence": np.abs(found.log_evidence - expected.marginal_loglik),
+            "log-evidence": np.abs(posterior.log_evidence - expected.marginal_loglik),
         }
         timed = {
             "ms": milliseconds(lambda run=ours: run(ys).chain.marginals().mean),

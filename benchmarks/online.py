@@ -67,26 +67,26 @@ def gradients(arguments: Any) -> dict[str, Any]:
 
         @jax.jit
         def one(key: jax.Array, method: Any = method) -> jax.Array:
-            found = rd.online.recursive_gradient(method, family, model, ys, key=key)
-            return _flat(found.gradient)[-1]
+            rows = rd.online.recursive_gradient(method, family, model, ys, key=key)
+            return _flat(rows.gradient)[-1]
 
         if name.startswith("truncated"):
             # Nothing is drawn.
-            found = rd.online.recursive_gradient(method, family, model, ys, key=keys[0])
-            drawn = np.asarray(jnp.sum(_flat(found.gradient), axis=0))[None]
+            rows = rd.online.recursive_gradient(method, family, model, ys, key=keys[0])
+            gradients = np.asarray(jnp.sum(_flat(rows.gradient), axis=0))[None]
         else:
             # One after another: the weights of many runs at once would not fit into the cache.
-            drawn = np.stack([np.asarray(one(key)) for key in keys])
-        off, size = drawn.mean(axis=0) - truth, np.linalg.norm(truth)
-        noise = drawn.var(axis=0, ddof=1) if len(drawn) > 1 else np.zeros_like(truth)
+            gradients = np.stack([np.asarray(one(key)) for key in keys])
+        off, size = gradients.mean(axis=0) - truth, np.linalg.norm(truth)
+        noise = gradients.var(axis=0, ddof=1) if len(gradients) > 1 else np.zeros_like(truth)
         figures[name] = {
             "relative_bias": float(np.linalg.norm(off) / size),
-            "standard_error_of_bias": float(np.sqrt(noise.sum() / len(drawn)) / size),
+            "standard_error_of_bias": float(np.sqrt(noise.sum() / len(gradients)) / size),
             "relative_deviation": float(np.sqrt(noise.sum()) / size),
             "largest_bias_in_standard_errors": float(
-                np.max(np.abs(off) / np.sqrt(np.maximum(noise / len(drawn), 1e-300)))
+                np.max(np.abs(off) / np.sqrt(np.maximum(noise / len(gradients), 1e-300)))
             )
-            if len(drawn) > 1
+            if len(gradients) > 1
             else None,
         }
         print(f"  {name}: {figures[name]}", flush=True)
@@ -165,8 +165,8 @@ def linear(arguments: Any) -> dict[str, Any]:
             state, curve, began = learner.init(jax.random.key(seed)), [], time.perf_counter()
             for first in range(0, num_rows, chunk):
                 state, _ = learner.scan(state, ys[first : first + chunk])
-                found = rd.unwrap(learner.model(state))
-                weights = (found.transition.weight, found.emission.weight)
+                fitted = rd.unwrap(learner.model(state))
+                weights = (fitted.transition.weight, fitted.emission.weight)
                 errors = [np.abs(np.diag(w) - t) for w, t in zip(weights, truth, strict=True)]
                 curve.append(float(np.mean(errors)))
                 if (first // chunk) % 10 == 9:
@@ -285,12 +285,12 @@ def timed(call: Callable[[], Any], clock: str = "wall", num_calls: int = 1) -> t
 
     Other processes on the machine can only increase them.
     """
-    found, spent = jax.block_until_ready(call()), []
+    result, spent = jax.block_until_ready(call()), []
     for _ in range(num_calls):
         began = CLOCKS[clock]()
-        found = jax.block_until_ready(call())
+        result = jax.block_until_ready(call())
         spent.append(CLOCKS[clock]() - began)
-    return found, min(spent)
+    return result, min(spent)
 
 
 def clipped(optimiser: optax.GradientTransformation, norm: float) -> optax.GradientTransformation:
@@ -315,7 +315,7 @@ def chaotic(arguments: Any) -> dict[str, Any]:
     paths = rd.BackwardSampling(arguments.num_paths, noise="antithetic", stop_score=True)
     for dim in arguments.dims or (5, 20, 100):
         for looks in arguments.looks:
-            found_in: dict[str, dict[str, dict[str, float]]] = {}
+            errors_by_seed: dict[str, dict[str, dict[str, float]]] = {}
             counts: dict[str, int] = {}
             for seed in sets(arguments, 10):
                 model = chaotic_model(seed, dim)
@@ -335,32 +335,33 @@ def chaotic(arguments: Any) -> dict[str, Any]:
                 begin = learner.init(jax.random.key(seed))
                 (state, out), seconds = clocked(lambda: learner.scan(begin, ys))  # noqa: B023
                 learned = learner.family(state)
-                found = {"learning": errors_of(out.filtered.mean, out.smoothed.mean, xs)}
-                found["learning"]["skipped"] = int(state.num_skipped)
+                errors = {"learning": errors_of(out.filtered.mean, out.smoothed.mean, xs)}
+                errors["learning"]["skipped"] = int(state.num_skipped)
                 for name, chosen in (("frozen", family), ("trained", learned)):
                     means, spent = clocked(lambda: frozen(chosen, ys))  # noqa: B023
-                    found[name] = errors_of(means[0], means[1], xs) | {
+                    errors[name] = errors_of(means[0], means[1], xs) | {
                         "ms_a_row": 1e3 * spent / num_rows
                     }
                     again = frozen(chosen, fresh)
-                    found[f"{name}, second series"] = errors_of(again[0], again[1], fresh_xs)
-                found["learning"]["ms_a_row"] = 1e3 * seconds / num_rows
-                found |= particle_errors(model, xs, ys, seconds, counts, clocked)
-                found_in[str(seed)] = found
-                print(f"  d={dim}, {looks} looks, seed {seed}: {found}", flush=True)
-            figures[f"d={dim}, {looks} looks"] = {"n": num_rows, "sets": found_in}
+                    errors[f"{name}, second series"] = errors_of(again[0], again[1], fresh_xs)
+                errors["learning"]["ms_a_row"] = 1e3 * seconds / num_rows
+                errors |= particle_errors(model, xs, ys, seconds, counts, clocked)
+                errors_by_seed[str(seed)] = errors
+                print(f"  d={dim}, {looks} looks, seed {seed}: {errors}", flush=True)
+            figures[f"d={dim}, {looks} looks"] = {"n": num_rows, "sets": errors_by_seed}
     return figures
 
 
-def summary(found_in: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
+def summary(errors_by_seed: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Return means and standard errors over data sets, and of paired differences."""
     rows = {
-        name: [found[name] for found in found_in.values()] for name in next(iter(found_in.values()))
+        name: [errors[name] for errors in errors_by_seed.values()]
+        for name in next(iter(errors_by_seed.values()))
     }
-    found: dict[str, Any] = {"num_sets": len(found_in)}
+    means: dict[str, Any] = {"num_sets": len(errors_by_seed)}
     for name, figures in rows.items():
         columns = {key: np.array([figure[key] for figure in figures]) for key in figures[0]}
-        found[name] = {key: _mean(column) for key, column in columns.items()}
+        means[name] = {key: _mean(column) for key, column in columns.items()}
     for one, other in (
         ("learning", "frozen"),
         ("trained", "frozen"),
@@ -372,8 +373,8 @@ def summary(found_in: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
             if key not in rows[other][0]:
                 continue
             gain = np.array([a[key] - b[key] for a, b in zip(rows[one], rows[other], strict=True)])
-            found[f"{one} less {other}: {key}"] = _mean(gain)
-    return found
+            means[f"{one} less {other}: {key}"] = _mean(gain)
+    return means
 
 
 def _mean(values: np.ndarray) -> dict[str, float]:
@@ -407,7 +408,7 @@ def particle_errors(
 
     The number of particles, of 100, 120, 144, …, is determined once and stored in `counts`.
     """
-    found = {}
+    errors = {}
     # All particles of all rows are kept: two gigabytes of them at most.
     most = int(2**31 / (xs.size * xs.dtype.itemsize))
     for name in ("bootstrap", "guided"):
@@ -422,11 +423,11 @@ def particle_errors(
                 power += 1
             counts[name] = count
         means, spent = run(counts[name])
-        found[name] = errors_of(means, None, xs) | {
+        errors[name] = errors_of(means, None, xs) | {
             "num_particles": counts[name],
             "ms_a_row": 1e3 * spent / len(ys),
         }
-    return found
+    return errors
 
 
 # --- throughput and memory ------------------------------------------------------------------------
@@ -457,12 +458,12 @@ def throughput(arguments: Any) -> dict[str, Any]:
             family, model, rd.online.TruncatedBackprop(1, rd.BackwardSampling(4)), learn="family"
         )
         ys = model.simulate(jax.random.key(1), 2000)[1]
-        for name, found in (
+        for name, rate in (
             ("inference", rates(live, live.init(), ys)),
             ("learning", rates(learner, learner.init(jax.random.key(2)), ys)),
         ):
-            figures[f"{name}, d={dim}"] = found
-            print(f"  {name}, d={dim}: {found}", flush=True)
+            figures[f"{name}, d={dim}"] = rate
+            print(f"  {name}, d={dim}: {rate}", flush=True)
     return figures
 
 
@@ -476,17 +477,17 @@ def memory(arguments: Any) -> dict[str, Any]:
         rd.online.TruncatedBackprop(1, rd.BackwardSampling(2)),
         learn="family",
     )
-    state, held, out = learner.init(jax.random.key(3)), [], None
+    state, megabytes, out = learner.init(jax.random.key(3)), [], None
     ys, began = model.simulate(jax.random.key(4), chunk)[1], time.perf_counter()
     for count in range(0, num_rows, chunk):
         state, out = learner.scan(state, ys)
         jax.block_until_ready(out)
         if count % max(num_rows // 10, chunk) == 0:
-            held.append(megabytes_held())
+            megabytes.append(megabytes_held())
     figures = {
         "num_rows": num_rows,
         "d": 1,
-        "megabytes_at_every_tenth": held,
+        "megabytes_at_every_tenth": megabytes,
         "rows_a_second": num_rows / (time.perf_counter() - began),
         "finite": out is not None and bool(np.all(np.isfinite(np.asarray(out.filtered.mean)))),
     }
@@ -555,22 +556,22 @@ def shocks(arguments: Any) -> dict[str, Any]:
             state, out = learner.scan(state, ys[first : first + chunk])
             weights.append(float(rd.unwrap(learner.model(state)).transition.weight[0, 0]))
             increments.append(float(np.mean(out.elbo_increment)))
-        found = {}
+        phases = {}
         for when, end, weight in (("before", half, 0.9), ("at the end", 2 * half, last)):
             places = slice((end - third) // chunk, end // chunk)
             at_truth = best_increments(weight, ys[:end])[end - third :]
-            found[when] = {
+            phases[when] = {
                 "weight": float(np.mean(weights[places])),
                 "elbo_lost": float(np.mean(at_truth) - np.mean(increments[places])),
             }
-        figures[name] = found | {
+        figures[name] = phases | {
             "every": chunk,
             "weight": weights,
             "elbo_increment": increments,
             "finite": bool(np.all(np.isfinite(weights)) and np.all(np.isfinite(increments))),
             "skipped": int(state.num_skipped),
         }
-        print(f"  {name}: {found}, finite: {figures[name]['finite']}", flush=True)
+        print(f"  {name}: {phases}, finite: {figures[name]['finite']}", flush=True)
     return figures
 
 
@@ -624,9 +625,9 @@ def main() -> None:
         place = arguments.folder / f"{name}-{os.getpid()}.json"
         place.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.collect:
-        held = json.loads(arguments.collect.read_text()) if arguments.collect.exists() else []
+        stored = json.loads(arguments.collect.read_text()) if arguments.collect.exists() else []
         fresh = [json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))]
-        records = [*held, *fresh]
+        records = [*stored, *fresh]
         arguments.collect.write_text(json.dumps(joined(records), indent=1) + "\n")
 
 
@@ -636,17 +637,17 @@ SHARED = ("first_set", "num_sets", "methods", "dims", "looks", "parts")
 
 def joined(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one record per part with the same machine and options, and a summary of data sets."""
-    found: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for record in records:
         for option in SHARED:
             record["options"].pop(option, None)
         name = json.dumps({key: value for key, value in record.items() if key != "figures"})
-        _merge(found.setdefault(name, {**record, "figures": {}})["figures"], record["figures"])
-    for record in found.values():
+        _merge(merged.setdefault(name, {**record, "figures": {}})["figures"], record["figures"])
+    for record in merged.values():
         if record["part"] == "chaotic":
             for figure in record["figures"].values():
                 figure["summary"] = summary(figure["sets"])
-    return list(found.values())
+    return list(merged.values())
 
 
 def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:

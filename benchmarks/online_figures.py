@@ -20,10 +20,10 @@ def gradients(records: list[dict[str, Any]], folder: Path) -> None:
     figures = records[-1]["figures"]
     figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
     curves: dict[str, list[tuple[int, float]]] = {}
-    for name, found in figures.items():
+    for name, values in figures.items():
         if ", N=" in name:
             method, count = name.rsplit(", N=", 1)
-            curves.setdefault(method, []).append((int(count), found["relative_deviation"] ** 2))
+            curves.setdefault(method, []).append((int(count), values["relative_deviation"] ** 2))
     for method, points in curves.items():
         axes.loglog(*zip(*points, strict=True), marker="o", label=method)
     counts = sorted({count for points in curves.values() for count, _ in points})
@@ -41,10 +41,10 @@ def linear(records: list[dict[str, Any]], folder: Path) -> None:
     )
     for axes, record in zip(panels[0], records, strict=True):
         figures, curves = record["figures"], {}
-        for name, found in figures.items():
-            if isinstance(found, dict):
+        for name, values in figures.items():
+            if isinstance(values, dict):
                 method = name.split(", seed")[0]
-                curves.setdefault(method, []).append(found["mean_absolute_error"])
+                curves.setdefault(method, []).append(values["mean_absolute_error"])
         for method, several in sorted(curves.items()):
             rows = [figures["every"] * (k + 1) for k in range(len(several[0]))]
             means = [sum(at) / len(at) for at in zip(*several, strict=True)]
@@ -60,10 +60,10 @@ def shocks(records: list[dict[str, Any]], folder: Path) -> None:
     figures = records[-1]["figures"]
     figure, rows = plt.subplots(2, 3, figsize=(9, 4), layout="constrained", sharex=True)
     for (above, below), name in zip(rows.T, ("regime", "missing", "outliers"), strict=True):
-        found = figures[name]
-        times = [found["every"] * (k + 1) for k in range(len(found["weight"]))]
-        above.plot(times, found["weight"])
-        below.plot(times, found["elbo_increment"])
+        curves = figures[name]
+        times = [curves["every"] * (k + 1) for k in range(len(curves["weight"]))]
+        above.plot(times, curves["weight"])
+        below.plot(times, curves["elbo_increment"])
         below.set_yscale("symlog")
         for axes in (above, below):
             axes.axvline(figures["shock_at"], color="grey", linewidth=0.5)

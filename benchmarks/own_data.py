@@ -124,7 +124,7 @@ def maximum(say: Callable[[str], None], ys: jax.Array) -> tuple[float, jax.Array
         value, slope = tied(jnp.asarray(theta))
         return float(value), np.asarray(slope)
 
-    found = []
+    optima = []
     for start in STARTS:
         best: Any = minimize(
             target,
@@ -134,20 +134,20 @@ def maximum(say: Callable[[str], None], ys: jax.Array) -> tuple[float, jax.Array
             bounds=BOUNDS,
             options={"ftol": 1e-14, "gtol": 1e-6},
         )
-        found.append(best)
+        optima.append(best)
         reached = np.round(natural(jnp.asarray(best.x)), 4)
         say(f"from {start}: {-best.fun:.6f} at {reached} after {best.nfev} evaluations")
-    best = min(found, key=lambda each: each.fun)
+    best = min(optima, key=lambda each: each.fun)
     return -float(best.fun), jnp.asarray(best.x)
 
 
 def by_filters(model: rd.StateSpaceModel, ys: jax.Array, number: int) -> tuple[float, float]:
     """Return the log-likelihood by particle filters, and its standard error."""
-    found = jax.lax.map(
+    log_evidences = jax.lax.map(
         lambda key: rd.particle_filter(key, model, ys, number, mask=True).log_evidence,
         jax.random.split(jax.random.key(0), NUM_RUNS),
     )
-    return float(jnp.mean(found)), float(jnp.std(found, ddof=1) / NUM_RUNS**0.5)
+    return float(jnp.mean(log_evidences)), float(jnp.std(log_evidences, ddof=1) / NUM_RUNS**0.5)
 
 
 def volatility(say: Callable[[str], None], quick: bool, _: Path | None) -> dict[str, Any]:
@@ -158,9 +158,9 @@ def volatility(say: Callable[[str], None], quick: bool, _: Path | None) -> dict[
     values = natural(theta).tolist()
     say("maximum: " + ", ".join(f"{n} {v:.5f}" for n, v in zip(NAMES, values, strict=True)))
     hessian = jax.jit(jax.hessian(lambda theta: log_likelihood(theta, theta, ys)))(theta)
-    held = jax.jit(jax.hessian(lambda moved: log_likelihood(moved, theta, ys)))(theta)
+    hessian = jax.jit(jax.hessian(lambda moved: log_likelihood(moved, theta, ys)))(theta)
     say(f"standard errors by the Hessian on the grid: {np.round(errors(hessian, theta), 5)}")
-    say(f"... with the first state's law held fixed: {np.round(errors(held, theta), 5)}")
+    say(f"... with the first state's law held fixed: {np.round(errors(hessian, theta), 5)}")
 
     model = model_at(*values)
     on_grid = float(rd.grid_smoother(model, ys, GRID).log_evidence)
@@ -195,7 +195,7 @@ def volatility(say: Callable[[str], None], quick: bool, _: Path | None) -> dict[
         "log_likelihood_grid_smoother": on_grid,
         "log_likelihood_particles": [average, error],
         "standard_errors_grid": errors(hessian, theta),
-        "standard_errors_grid_first_state_fixed": errors(held, theta),
+        "standard_errors_grid_first_state_fixed": errors(hessian, theta),
         "standard_errors_louis": shown,
         "standard_errors_louis_noise": noise,
         "intervals": {n: [float(louis.lower[n]), float(louis.upper[n])] for n in NAMES},
@@ -218,8 +218,8 @@ def volatility_fit(say: Callable[[str], None], quick: bool, folder: Path | None)
     say("learned: " + ", ".join(f"{name} {value:.4f}" for name, value in learned.items()))
     say(run.record["results"]["uncertainty"])
     top, theta = maximum(say, ys)
-    held = jax.jit(jax.hessian(lambda moved: log_likelihood(moved, theta, ys)))(theta)
-    for name, exact in zip(NAMES, errors(held, theta), strict=True):
+    hessian = jax.jit(jax.hessian(lambda moved: log_likelihood(moved, theta, ys)))(theta)
+    for name, exact in zip(NAMES, errors(hessian, theta), strict=True):
         shown = estimates[f"{name}[return]"].get("error", float("nan"))
         say(f"standard error of {name}: {shown:.3f}; on the grid, at the maximum, {exact:.3f}")
 

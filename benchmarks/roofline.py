@@ -144,16 +144,16 @@ def measure(
 
 def memory_of(compiled: Any) -> dict[str, int]:
     """Return the memory of the program in bytes, and the peak of the process so far."""
-    held = compiled.memory_analysis()
+    memory = compiled.memory_analysis()
     stats = jax.local_devices()[0].memory_stats()
     if stats is None:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     else:
         peak = stats["peak_bytes_in_use"]
     return {
-        "temporary_bytes": held.temp_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
         "program_bytes": (
-            held.argument_size_in_bytes + held.output_size_in_bytes + held.temp_size_in_bytes
+            memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         ),
         "peak_bytes_of_process": peak,
     }

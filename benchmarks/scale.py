@@ -83,11 +83,11 @@ def inference(setting: Setting) -> Iterator[dict[str, Any]]:
                 chain = family.infer(ys, mask=True, parallel=parallel)
                 return chain, chain.marginals(parallel=parallel)
 
-            found = setting.measure(smooth, arrays, ys)
-            yield {"what": name, "num_times": n, **found, "rows_per_s": n / found["best_s"]}
+            timing = setting.measure(smooth, arrays, ys)
+            yield {"what": name, "num_times": n, **timing, "rows_per_s": n / timing["best_s"]}
         chain = jax.jit(exact)(model, ys)[0]
-        found = setting.measure(lambda chain: chain.marginals(parallel=True), chain)
-        yield {"what": "marginals alone", "num_times": n, **found}
+        timing = setting.measure(lambda chain: chain.marginals(parallel=True), chain)
+        yield {"what": "marginals alone", "num_times": n, **timing}
 
 
 def training(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -137,9 +137,9 @@ def training_step(setting: Setting, name: str, batch: int, d: int, m: int) -> di
         updates, state = optimiser.update(gradient, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
 
-    found = setting.measure(step, parameters, optimiser.init(parameters), ys, jax.random.key(2))
-    found["rows_per_s"] = batch * n / found["best_s"]
-    return {"what": name, "state_dim": d, "obs_dim": m, "batch": batch, "num_times": n, **found}
+    timing = setting.measure(step, parameters, optimiser.init(parameters), ys, jax.random.key(2))
+    timing["rows_per_s"] = batch * n / timing["best_s"]
+    return {"what": name, "state_dim": d, "obs_dim": m, "batch": batch, "num_times": n, **timing}
 
 
 def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -165,7 +165,7 @@ def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
     )
     alone = jax.ShapeDtypeStruct(ys.shape, ys.dtype)
     for name, smooth, parameters in (("kalman", exact, model), ("scan", amortised, arrays)):
-        found = setting.measure(partial(smooth, parallel=mesh), parameters, ys)
+        timing = setting.measure(partial(smooth, parallel=mesh), parameters, ys)
         whole = jax.jit(partial(smooth, parallel=True)).lower(parameters, alone).compile()
         over_devices = jax.jit(partial(smooth, parallel=mesh))(parameters, ys)
         by_row = jax.jit(partial(smooth, parallel=False))(parameters, jnp.asarray(np.asarray(ys)))
@@ -174,7 +174,7 @@ def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
             "what": name,
             "num_times": n,
             "devices": count,
-            **found,
+            **timing,
             "one_device_alone": memory_of(whole)["program_bytes"],
             "rows_of_a_block": over_devices.mean.addressable_shards[0].data.shape[0],
             "worst_mean_in_sds": float(np.max(errors / np.asarray(by_row.std))),
@@ -195,8 +195,8 @@ def remat(setting: Setting) -> Iterator[dict[str, Any]]:
                 batch = Minibatch(jax.vmap(Series)(ys[None], None, None, None), 1)
                 return objective(parameters, batch, key)
 
-            found = setting.measure(jax.value_and_grad(loss), parameters, ys, jax.random.key(2))
-            yield {"what": what, "num_times": n, "segment": segment, **found}
+            timing = setting.measure(jax.value_and_grad(loss), parameters, ys, jax.random.key(2))
+            yield {"what": what, "num_times": n, "segment": segment, **timing}
 
 
 def nonlinear_model(dtype: Any, d: int, m: int) -> rd.StateSpaceModel:

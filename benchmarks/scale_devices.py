@@ -106,9 +106,9 @@ def table(records: list[dict[str, Any]], what: str, title: str) -> Table:
     for devices in sorted({record["devices"] for record in records}):
         cells = [str(devices)]
         for batch in batches:
-            found = [r for r in records if (r["devices"], r["batch"]) == (devices, batch)]
-            seconds = found[0][what] if found else None
-            rate = found[0]["num_times"] * batch / found[0][what] if found else 0.0
+            matching = [r for r in records if (r["devices"], r["batch"]) == (devices, batch)]
+            seconds = matching[0][what] if matching else None
+            rate = matching[0]["num_times"] * batch / matching[0][what] if matching else 0.0
             cells += [milliseconds(seconds), f"{rate / 1e6:.2f}"]
         rows.append(cells)
     columns = ["devices"]

@@ -37,16 +37,16 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def machine_of(found: dict[str, Any]) -> str:
+def machine_of(results: dict[str, Any]) -> str:
     """Describe the machine of a file of results."""
-    machine = found["machine"]
+    machine = results["machine"]
     name = machine["device"] if machine["backend"] == "gpu" else f"CPU, {machine['cores']} cores"
     return f"{name}, jax {machine['jax']}, {machine['precision']}, load {machine['load']:.1f}"
 
 
-def of_part(found: dict[str, Any], part: str) -> list[Run]:
+def of_part(results: dict[str, Any], part: str) -> list[Run]:
     """Return the runs of one part."""
-    return [run for run in found["runs"] if run["part"] == part]
+    return [run for run in results["runs"] if run["part"] == part]
 
 
 def milliseconds(run: Run | None) -> str:
@@ -61,15 +61,15 @@ def megabytes(run: Run | None) -> str:
     return "–" if run is None else f"{run['program_bytes'] / 1e6:,.0f}"
 
 
-def pick(runs: list[Run], **wanted: Any) -> Run | None:
+def pick(runs: list[Run], **values: Any) -> Run | None:
     """Return the first run with these entries, or `None`."""
-    matching = [run for run in runs if all(run.get(key) == wanted[key] for key in wanted)]
+    matching = [run for run in runs if all(run.get(key) == values[key] for key in values)]
     return matching[0] if matching else None
 
 
-def length_section(found: dict[str, Any]) -> str:
+def length_section(results: dict[str, Any]) -> str:
     """Return the table of one series by its length."""
-    runs, rows = of_part(found, "inference"), []
+    runs, rows = of_part(results, "inference"), []
     for n in sorted({run["num_times"] for run in runs}):
         exact, scan, recurrent = (
             pick(runs, what=what, num_times=n) for what in ("kalman", "scan", "recurrent")
@@ -80,12 +80,12 @@ def length_section(found: dict[str, Any]) -> str:
         )
     columns = ["rows", "exact, ms", "`ScanFamily`, ms", "`RecurrentFamily`, ms"]
     columns += ["efficiency, exact", "efficiency, scan", "MB, exact", "MB, scan"]
-    return f"{machine_of(found)}.\n\n" + table(columns, rows)
+    return f"{machine_of(results)}.\n\n" + table(columns, rows)
 
 
-def training_section(found: dict[str, Any], part: str, key: str) -> str:
+def training_section(results: dict[str, Any], part: str, key: str) -> str:
     """Return the table of training steps by one of their sizes."""
-    runs = of_part(found, part)
+    runs = of_part(results, part)
     rows = [
         [
             f"{run[key]:,}",
@@ -98,7 +98,7 @@ def training_section(found: dict[str, Any], part: str, key: str) -> str:
         ]
         for run in runs
     ]
-    about = f"{machine_of(found)}; {runs[0]['num_times']} rows per series"
+    about = f"{machine_of(results)}; {runs[0]['num_times']} rows per series"
     about += f", {runs[0]['batch']} series.\n\n" if key != "batch" else ".\n\n"
     columns = [key.replace("_", " "), "family", "ms per step", "rows per second", "efficiency"]
     return about + table([*columns, "MB", "compilation, s"], rows)
@@ -117,7 +117,7 @@ def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     return about + table(["family", "accelerator", "two cores", "ratio"], rows)
 
 
-def sharded_section(found: dict[str, Any]) -> str:
+def sharded_section(results: dict[str, Any]) -> str:
     """Return the table of one series over several devices."""
     rows = [
         [
@@ -129,16 +129,16 @@ def sharded_section(found: dict[str, Any]) -> str:
             f"{run['best_s']:.1f}",
             f"{run['worst_mean_in_sds']:.1e}",
         ]
-        for run in of_part(found, "sharded")
+        for run in of_part(results, "sharded")
     ]
     columns = ["smoother", "rows", "devices", "MB per device", "MB, one device", "seconds"]
     columns += ["largest difference from the sequential means, in standard deviations"]
-    return f"{machine_of(found)}, simulated devices.\n\n" + table(columns, rows)
+    return f"{machine_of(results)}, simulated devices.\n\n" + table(columns, rows)
 
 
-def devices_section(found: dict[str, Any]) -> str:
+def devices_section(results: dict[str, Any]) -> str:
     """Return the table of training and smoothing by the number of devices."""
-    records = found["records"]
+    records = results["records"]
     rows = [
         [
             str(r["devices"]),
@@ -149,15 +149,17 @@ def devices_section(found: dict[str, Any]) -> str:
         for r in records
     ]
     first = records[0]
-    about = f"{found['kind'].capitalize()} devices, {first['device']}, jax {first['jax']}, float32,"
+    about = (
+        f"{results['kind'].capitalize()} devices, {first['device']}, jax {first['jax']}, float32,"
+    )
     about += f" {first['num_times']} rows per series."
     columns = ["devices", "series", "ms per training step", "ms to smooth all series"]
     return f"{about}\n\n" + table(columns, rows)
 
 
-def disk_section(found: dict[str, Any]) -> str:
+def disk_section(results: dict[str, Any]) -> str:
     """Return the table of an epoch from disk and in memory."""
-    records = found["records"]
+    records = results["records"]
     rows = [
         [
             {"memory": "in memory", "disk": "on disk"}[r["kind"]],
@@ -177,8 +179,10 @@ def disk_section(found: dict[str, Any]) -> str:
         )
         for kind in ("memory", "disk")
     }
-    about = f"CPU, {found['cores']} cores, jax {last['jax']}, float32, load {last['load']:.1f};"
-    about += f" a Parquet file of {last['file_bytes'] / 1e6:,.0f} MB, batches of {found['batch']},"
+    about = f"CPU, {results['cores']} cores, jax {last['jax']}, float32, load {last['load']:.1f};"
+    about += (
+        f" a Parquet file of {last['file_bytes'] / 1e6:,.0f} MB, batches of {results['batch']},"
+    )
     about += " one epoch of a `RecurrentFamily` in a separate process. The best speed from disk is"
     about += f" {best['disk'] / best['memory']:.0%} of the best speed in memory. Peaks include"
     about += " compilation."
@@ -186,9 +190,9 @@ def disk_section(found: dict[str, Any]) -> str:
     return f"{about}\n\n" + table([*columns, "seconds to open", "peak MB of the process"], rows)
 
 
-def shares_section(found: dict[str, Any]) -> str:
+def shares_section(results: dict[str, Any]) -> str:
     """Return the table of the memory of each process while a file is read by several."""
-    records = found["records"]
+    records = results["records"]
     rows = [
         [
             str(r["processes"]),
@@ -199,24 +203,26 @@ def shares_section(found: dict[str, Any]) -> str:
         ]
         for r in records
     ]
-    about = f"CPU, {found['cores']} cores, jax {found['jax']}, float32; a Parquet file of"
-    about += f" {found['series']:,} series and {records[0]['rows']:,} rows of four columns, read by"
+    about = f"CPU, {results['cores']} cores, jax {results['jax']}, float32; a Parquet file of"
+    about += (
+        f" {results['series']:,} series and {records[0]['rows']:,} rows of four columns, read by"
+    )
     about += " `data.read_shared`. Each figure is the largest of all processes. Memory is the peak"
     about += " while reading, without that of Python, JAX and the library (the last column)."
     columns = ["processes", "series per process", "seconds", "peak MB", "MB before reading"]
     return f"{about}\n\n" + table(columns, rows)
 
 
-def remat_section(found: dict[str, Any]) -> str:
+def remat_section(results: dict[str, Any]) -> str:
     """Return the table of the memory of a gradient by the rows of a series."""
-    runs, rows = of_part(found, "remat"), []
+    runs, rows = of_part(results, "remat"), []
     for n in sorted({run["num_times"] for run in runs}):
-        kept, again = (pick(runs, what=what, num_times=n) for what in ("kept", "read again"))
-        if kept is None or again is None:
+        stored, again = (pick(runs, what=what, num_times=n) for what in ("kept", "read again"))
+        if stored is None or again is None:
             continue
-        cells = [f"{run['temporary_bytes'] / 1e6:,.2f}" for run in (kept, again)]
-        rows.append([f"{n:,}", *cells, f"{again['best_s'] / kept['best_s']:.1f}"])
-    about = f"{machine_of(found)}; memory of the gradient of one series by a `RecurrentFamily`,"
+        cells = [f"{run['temporary_bytes'] / 1e6:,.2f}" for run in (stored, again)]
+        rows.append([f"{n:,}", *cells, f"{again['best_s'] / stored['best_s']:.1f}"])
+    about = f"{machine_of(results)}; memory of the gradient of one series by a `RecurrentFamily`,"
     about += " without the rows themselves, by default and with `remat=True`. The last column is"
     about += " the ratio of times.\n\n"
     return about + table(["rows", "MB, default", "MB, `remat=True`", "time ratio"], rows)
@@ -235,8 +241,8 @@ def billion_section(gpu: dict[str, Any], cpu: dict[str, Any], disk: dict[str, An
             times = BILLION / run["num_times"]
             memory = f"{run['program_bytes'] * times / 1e9:,.0f} GB"
             rows.append([f"{name}, accelerator", duration(run["best_s"] * times), memory])
-    for found, where in ((gpu, "accelerator"), (cpu, "two cores")):
-        for run in of_part(found, "training"):
+    for results, where in ((gpu, "accelerator"), (cpu, "two cores")):
+        for run in of_part(results, "training"):
             family = f"an epoch of a `{run['what'].capitalize()}Family`, {where}"
             memory = f"{run['program_bytes'] / 1e9:.1f} GB"
             rows.append([family, duration(BILLION / run["rows_per_s"]), memory])
@@ -268,10 +274,10 @@ def load(folder: Path, name: str) -> Any:
 def sections(folder: Path) -> Iterable[tuple[str, str]]:
     """Yield headings and sections."""
     gpu, cpu, growth = (load(folder, name) for name in ("gpu", "cpu", "growth"))
-    for found in (gpu, growth):
-        if found is not None and of_part(found, "inference"):
-            device = found["machine"]["device"] if found is gpu else "CPU"
-            yield f"One series by its length, {device}", length_section(found)
+    for results in (gpu, growth):
+        if results is not None and of_part(results, "inference"):
+            device = results["machine"]["device"] if results is gpu else "CPU"
+            yield f"One series by its length, {device}", length_section(results)
     if gpu is not None and cpu is not None:
         yield "Training on an accelerator", ratio_section(gpu, cpu)
         yield "Training step on an accelerator", training_section(gpu, "training", "batch")
@@ -287,9 +293,9 @@ def sections(folder: Path) -> Iterable[tuple[str, str]]:
         ("remat", "Rematerialisation", remat_section),
     ]
     for name, heading, write in others:
-        found = load(folder, name)
-        if found is not None:
-            yield heading, write(found)
+        results = load(folder, name)
+        if results is not None:
+            yield heading, write(results)
     if gpu is not None and cpu is not None:
         yield "Estimated cost of 10⁹ rows", billion_section(gpu, cpu, load(folder, "disk"))
 
@@ -298,14 +304,14 @@ def draw(folder: Path, path: Path) -> None:
     """Draw the cost against length, batch, states and devices."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
     gpu, growth, devices = (load(folder, name) for name in ("gpu", "growth", "devices-cpu"))
-    for found, style in ((gpu, "-"), (growth, "--")):
-        if found is None:
+    for results, style in ((gpu, "-"), (growth, "--")):
+        if results is None:
             continue
-        runs = of_part(found, "inference")
+        runs = of_part(results, "inference")
         for index, what in enumerate(("kalman", "scan", "recurrent")):
             points = [(r["num_times"], 1e3 * r["best_s"]) for r in runs if r["what"] == what]
             if points:
-                label = f"{what}, {found['machine']['device']}"
+                label = f"{what}, {results['machine']['device']}"
                 panels[0, 0].loglog(
                     *zip(*points, strict=True), style, color=f"C{index}", label=label
                 )

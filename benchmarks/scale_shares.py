@@ -34,15 +34,15 @@ def measure(path: Path, coordinator: str, count: int, index: int) -> dict[str, A
     before, began = peak(), time.perf_counter()
     table = rd.data.read_shared(path, series="id", time="t")
     if isinstance(table, rd.data.SharedTable):
-        own, laid = table.own, table.batch()["ys"]
+        local, laid = table.local, table.batch()["ys"]
     else:
-        own, laid = table, rd.data.SharedSeries(**table.batch())
+        local, laid = table, rd.data.SharedSeries(**table.batch())
     jax.block_until_ready(laid.series)
     return {
         "seconds": time.perf_counter() - began,
         "peak_bytes_before": before,
         "peak_bytes": peak(),
-        "own_series": 0 if own is None else own.num_series,
+        "own_series": 0 if local is None else local.num_series,
         "rows": table.summary.num_rows,
         "fingerprint": table.summary.fingerprint,
     }

@@ -59,19 +59,19 @@ def functions(path: Path) -> Iterator[tuple[int, str]]:
 
 def deep_imports(path: Path) -> int:
     """Count the imports from inside another package."""
-    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     modules = [
         node.module
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module
     ]
     places = [module.split(".") for module in modules if module.startswith("retrodict.")]
-    return sum(len(place) > 2 and place[1] != own for place in places)
+    return sum(len(place) > 2 and place[1] != package for place in places)
 
 
 def repeated_blocks(paths: list[Path]) -> list[str]:
     """Return where `SHARED_LINES` successive code lines (imports aside) are written again."""
-    seen: dict[str, str] = {}
+    first_places: dict[str, str] = {}
     places: list[str] = []
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def repeated_blocks(paths: list[Path]) -> list[str]:
         for i in range(len(numbers) - SHARED_LINES + 1):
             block = "\n".join(lines[n - 1].strip() for n in numbers[i : i + SHARED_LINES])
             here = f"{path.relative_to(SOURCE)}:{numbers[i]}"
-            first = seen.setdefault(block, here)
+            first = first_places.setdefault(block, here)
             if first != here and numbers[i] > last:
                 places.append(f"{here} repeats {first}")
                 last = numbers[i + SHARED_LINES - 1]

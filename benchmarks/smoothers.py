@@ -70,8 +70,8 @@ def with_retrodict(sampler: str, dim: int) -> Callable[[], Any]:
     def run(key: Any, ys: Any) -> Any:
         if sampler == "filter":
             return rd.particle_filter(key, model, ys, NUM_PARTICLES, mask=True).mean
-        found = rd.ffbsi(key, model, ys, NUM_PARTICLES, backward=samplers[sampler], mask=True)
-        return found.samples
+        posterior = rd.ffbsi(key, model, ys, NUM_PARTICLES, backward=samplers[sampler], mask=True)
+        return posterior.samples
 
     compiled = eqx.filter_jit(run)
     return lambda: jax.block_until_ready(compiled(jax.random.key(0), ys))
@@ -205,8 +205,8 @@ def memory() -> dict[str, float]:
 
     ys = simulate(NONLINEAR, 0, 1, 1000)[1][0]
     began = time.perf_counter()
-    found = rd.ffbsi(jax.random.key(0), NONLINEAR, ys, 10_000, mask=True)
-    jax.block_until_ready(found.samples)
+    posterior = rd.ffbsi(jax.random.key(0), NONLINEAR, ys, 10_000, mask=True)
+    jax.block_until_ready(posterior.samples)
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak_gib": peak / 2**20, "seconds": seconds}
@@ -291,9 +291,9 @@ def _race(dim: int, quick: bool) -> dict[str, Any]:
     print(f"\n== {title} (load {os.getloadavg()[0]:.1f})", flush=True)
     figures: dict[str, Any] = {}
     for library, sampler in RUNS:
-        found = _in_a_process([library, sampler, str(dim)], quick)
-        figures[f"{library} {sampler}"] = found
-        print(f"  {library} {sampler}: {_line(found)}", flush=True)
+        figure = _in_a_process([library, sampler, str(dim)], quick)
+        figures[f"{library} {sampler}"] = figure
+        print(f"  {library} {sampler}: {_line(figure)}", flush=True)
     for ours, library, theirs, target in TARGETS:
         mine, peer = figures[f"retrodict {ours}"], figures[f"{library} {theirs}"]
         if "ms" in mine and "ms" in peer:

@@ -757,8 +757,8 @@ def test_rules_recover_linear_functions(rule, singular):
     scale = jnp.array([[0.0 if singular else 0.5, 0.0], [0.3, 0.2]])
     law = law_of(jnp.array([1.0, -2.0]), scale)
 
-    def moments_at(x: Any) -> moments.Moments:
-        return moments.Moments(weight @ x + bias, noise)
+    def moments_at(x: Any) -> GaussianLaw:
+        return GaussianLaw(weight @ x + bias, noise)
 
     for constant in (True, False):
         if not constant and rule == rd.Unscented(0.1, 2.0, 0.0):
@@ -775,8 +775,8 @@ def test_rules_recover_linear_functions(rule, singular):
 def test_gradients_are_finite_at_a_linear_function():
     # There the residuals of a regression are zero, and so is the square root of their covariance.
     def total(weight: Any, law: GaussianLaw) -> Any:
-        def moments_at(x: Any) -> moments.Moments:
-            return moments.Moments(weight @ x, jnp.zeros((2, 2)))
+        def moments_at(x: Any) -> GaussianLaw:
+            return GaussianLaw(weight @ x, jnp.zeros((2, 2)))
 
         affine = rd.Unscented().linearise(moments_at, law, constant_scale=True)
         return sum(jnp.sum(leaf) for leaf in affine)
@@ -792,8 +792,8 @@ def test_regression_equals_unscented_transform(parameters):
     rule = rd.Unscented(*parameters)
     law = law_of(jnp.asarray(mean), jnp.asarray(scale))
 
-    def moments_at(x: Any) -> moments.Moments:
-        return moments.Moments(pendulum_seen(x), jnp.zeros((2, 2)))
+    def moments_at(x: Any) -> GaussianLaw:
+        return GaussianLaw(pendulum_seen(x), jnp.zeros((2, 2)))
 
     linearisation = jax.jit(lambda law: rule.linearise(moments_at, law, constant_scale=True))(law)
     expected, inner, cross = by_unscented_transform(pendulum_seen, *parameters)(mean, square(scale))

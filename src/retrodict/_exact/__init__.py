@@ -1,7 +1,7 @@
 """Exact smoothers: Kalman for linear-Gaussian models, grids for states of dimension 1 or 2."""
 
 from retrodict._exact.gains import Prior as Prior
-from retrodict._exact.gains import Transition as Transition
+from retrodict._exact.gains import TransitionArrays as TransitionArrays
 from retrodict._exact.gains import backward_gains as backward_gains
 from retrodict._exact.grid.diagnosis import Status as Status
 from retrodict._exact.grid.diagnosis import first_violation as first_violation

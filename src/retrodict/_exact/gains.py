@@ -34,7 +34,7 @@ class Prior(NamedTuple):
     scale: Float[Array, "state noise"]
 
 
-class Transition(NamedTuple):
+class TransitionArrays(NamedTuple):
     """The transition x_k = weight x_{k-1} + bias + scale ε.
 
     Each array may have a leading axis `time-1`.
@@ -66,7 +66,7 @@ class Gains(NamedTuple):
 
 def sequential_gains(
     prior: Float[Array, "state noise"],
-    transition: Transition,
+    transition: TransitionArrays,
     design: Float[Array, "*time whitened state"],
     exists: Bool[Array, "time"] | None,
     count: int,
@@ -100,7 +100,7 @@ def sequential_gains(
 
 def backward_gains(
     scales: Float[Array, "time state state"],
-    transition: Transition,
+    transition: TransitionArrays,
     predicted: Float[Array, "steps state state"],
     directions: Float[Array, "steps state state_plus_noise"],
     designs: Float[Array, "steps whitened state"],

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import Scalar
-from retrodict._exact.gains import Gains, Prior, Transition, sequential_gains
+from retrodict._exact.gains import Gains, Prior, TransitionArrays, sequential_gains
 from retrodict._exact.parallel_gains import over_time, parallel_gains
 from retrodict._exact.whiten import Reduced, Whitened, row_basis
 from retrodict._model import LinearGaussianKernel
@@ -60,7 +60,7 @@ class Filtered(NamedTuple):
 
 def kalman_filter(
     prior: Prior,
-    transition: Transition,
+    transition: TransitionArrays,
     data: Whitened,
     exists: Bool[Array, "time"] | None,
     parallel: Parallel = False,
@@ -75,7 +75,7 @@ def kalman_filter(
 
 def filter_laws(
     prior: Prior,
-    transition: Transition,
+    transition: TransitionArrays,
     data: Whitened,
     exists: Bool[Array, "time"] | None,
     parallel: Parallel,
@@ -87,7 +87,7 @@ def filter_laws(
 
 def _run(
     prior: Prior,
-    transition: Transition,
+    transition: TransitionArrays,
     data: Whitened,
     exists: Bool[Array, "time"] | None,
     parallel: Parallel,
@@ -100,7 +100,7 @@ def _run(
 
 def _filter_means(
     start: Float[Array, "state"],
-    transition: Transition,
+    transition: TransitionArrays,
     data: Reduced,
     exists: Bool[Array, "time"] | None,
     gains: Gains,
@@ -224,13 +224,13 @@ def _with_closed_form_score(parallel: Parallel):
 
 def score(
     prior: Prior,
-    transition: Transition,
+    transition: TransitionArrays,
     data: Whitened,
     exists: Bool[Array, "time"] | None,
     filtered: Filtered,
     *,
     parallel: Parallel = False,
-) -> tuple[Prior, Transition, Whitened]:
+) -> tuple[Prior, TransitionArrays, Whitened]:
     """Compute the gradient of the log density in every argument, by one backward pass.
 
     Let r_k and N_k be the derivative and the curvature of the log density of y_{k:} in the
@@ -284,7 +284,7 @@ def score(
     weight_bar = r[1:, :, None] * means[:-1, None, :] + product(
         outer[1:], product(weight, covariance[:-1])
     )
-    transition_bar = Transition(weight_bar, r[1:], product(outer[1:], scale))
+    transition_bar = TransitionArrays(weight_bar, r[1:], product(outer[1:], scale))
     if exists is not None:
         transition_bar = jax.tree.map(
             lambda leaf: jnp.where(exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0),
@@ -313,7 +313,7 @@ def score(
     design_bar = misfit[:, :, None] * mean[:, None, :] - design_covariance
     return (
         Prior(r[0], linalg.matmul(outer[0], prior.scale)),
-        Transition(
+        TransitionArrays(
             *(_reduce(bar, leaf) for bar, leaf in zip(transition_bar, transition, strict=True))
         ),
         Whitened(_reduce(design_bar, data.design), -misfit),

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from retrodict._arrays import Scalar, check_finite, is_concrete
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact.gains import Prior, Transition
+from retrodict._exact.gains import Prior, TransitionArrays
 from retrodict._exact.kalman_filter import Filtered, kalman_filter
 from retrodict._exact.whiten import Whitened, whiten
 from retrodict._model import (
@@ -142,18 +142,18 @@ def _filtered(
     return filtered, log_prob + constant
 
 
-def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> Transition:
+def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> TransitionArrays:
     """Return the transition parameters, with a time axis only if they depend on the input."""
 
-    def at(u: Array | None) -> Transition:
+    def at(u: Array | None) -> TransitionArrays:
         fixed = kernel.at(u)
-        return Transition(fixed.weight, fixed.bias, dense_scale(fixed.scale_tril))
+        return TransitionArrays(fixed.weight, fixed.bias, dense_scale(fixed.scale_tril))
 
     if not kernel.takes_input:
         return at(None)
     moving = jax.vmap(at)(jnp.asarray(series.inputs)[1:])
     if isinstance(kernel, LinearGaussianKernel):
-        return Transition(kernel.weight, moving.bias, dense_scale(kernel.scale_tril))
+        return TransitionArrays(kernel.weight, moving.bias, dense_scale(kernel.scale_tril))
     return moving
 
 

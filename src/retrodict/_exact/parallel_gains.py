@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from retrodict._exact.gains import Gains, Transition, without_padding
+from retrodict._exact.gains import Gains, TransitionArrays, without_padding
 from retrodict._model import repeat_last_row
 from retrodict._numerics import (
     condition_standard,
@@ -75,7 +75,7 @@ def _inverse_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]):
 
 def parallel_gains(
     prior: Float[Array, "state noise"],
-    transition: Transition,
+    transition: TransitionArrays,
     design: Float[Array, "*time whitened state"],
     exists: Bool[Array, "time"] | None,
     count: int,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from retrodict._arrays import PRNGKey, check_count
 from retrodict._exact import (
     Prior,
-    Transition,
+    TransitionArrays,
     Whitened,
     filter_laws,
     reduce_rows,
@@ -145,7 +145,7 @@ class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
         means, scales = filter_laws(
             Prior(prior.mean, dense_scale(prior.scale_tril)),
-            Transition(*(leaf[1:] for leaf in arrays)),
+            TransitionArrays(*(leaf[1:] for leaf in arrays)),
             Whitened(embedded.design, embedded.value),
             exists,
             parallel,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from retrodict._exact import Prior, Transition, Whitened, filter_laws
+from retrodict._exact import Prior, TransitionArrays, Whitened, filter_laws
 from retrodict._model import Gaussian, LinearGaussianKernel
 from retrodict._numerics import (
     inverse_cholesky,
@@ -96,7 +96,7 @@ def filtered_in_parallel(
     """
     varies = kernel.bias.ndim == 2
     arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
-    transition = Transition(*(leaf[1:] if varies else leaf for leaf in arrays))
+    transition = TransitionArrays(*(leaf[1:] if varies else leaf for leaf in arrays))
     means, scales = filter_laws(
         Prior(prior.mean, prior.scale), transition, Whitened(design, value), exists, parallel
     )

@@ -1,12 +1,12 @@
 """Means and covariances of conditional laws, the only inputs that linearisation needs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from retrodict._arrays import is_concrete
 from retrodict._model import (
@@ -20,20 +20,13 @@ from retrodict._model import (
     dense_scale,
     unwrap,
 )
-from retrodict._numerics import linalg
+from retrodict._numerics import GaussianLaw, linalg
 
 OTHER_SMOOTHERS = "ffbsi, or grid_smoother (state dimension 1 or 2)"
 """The smoothers that do not linearise, for messages."""
 
 
-class Moments(NamedTuple):
-    """The mean of a law and a lower factor of its covariance."""
-
-    mean: Float[Array, "out"]
-    scale: Float[Array, "out out"]
-
-
-def law_moments(law: Any, dtype: Any) -> Moments:
+def law_moments(law: Any, dtype: Any) -> GaussianLaw:
     """Return the moments of a `Gaussian`, or of any law with a mean and a covariance.
 
     A numpyro distribution has `mean` and, if its entries are dependent, `covariance_matrix`;
@@ -44,7 +37,7 @@ def law_moments(law: Any, dtype: Any) -> Moments:
     """
     if isinstance(law, Gaussian):
         law = unwrap(law)
-        return Moments(law.mean.astype(dtype), dense_scale(law.scale_tril).astype(dtype))
+        return GaussianLaw(law.mean.astype(dtype), dense_scale(law.scale_tril).astype(dtype))
     name = type(law).__name__
     # numpyro's to_event(1) wraps independent entries as one event; unwrap the base distribution.
     while hasattr(law, "reinterpreted_batch_ndims"):
@@ -72,7 +65,7 @@ def law_moments(law: Any, dtype: Any) -> Moments:
                 " only has a `variance` per entry. Define a `covariance_matrix`."
             )
         covariance = jnp.diag(variance)
-    return Moments(mean.astype(dtype), _factor(covariance, variance).astype(dtype))
+    return GaussianLaw(mean.astype(dtype), _factor(covariance, variance).astype(dtype))
 
 
 def _factor(covariance: Array, variance: Array | None) -> Array:
@@ -90,7 +83,7 @@ def _factor(covariance: Array, variance: Array | None) -> Array:
     return jnp.where(finite, factor, jnp.nan)
 
 
-def conditional_moments(kernel: AbstractKernel, x: Array, u: Array | None) -> Moments:
+def conditional_moments(kernel: AbstractKernel, x: Array, u: Array | None) -> GaussianLaw:
     """Return the moments of a kernel's law given the state and, if it takes one, the input."""
     return law_moments(kernel.law(x, u), x.dtype)
 

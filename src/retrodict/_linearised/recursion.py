@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from retrodict._arrays import Scalar
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact import Transition, backward_gains, backward_kernels, reduce_rows, whiten
+from retrodict._exact import TransitionArrays, backward_gains, backward_kernels, reduce_rows, whiten
 from retrodict._linearised.moments import conditional_moments, has_constant_scale, law_moments
 from retrodict._linearised.rules import AbstractRule, Affine
 from retrodict._model import (
@@ -40,7 +40,7 @@ class Pass(eqx.Module):
 
     predicted: GaussianLaw
     laws: GaussianLaw
-    transition: Transition
+    transition: TransitionArrays
     data: "WhitenedEmission"
     directions: Float[Array, "steps state state_plus_noise"]
     increments: Float[Array, "time"]
@@ -176,7 +176,7 @@ def _filter(
         law, innovation = condition(predicted, emitted.design, emitted.value)
         if row.exists is not None:
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
-        affine = Transition(*transition(law, row))
+        affine = TransitionArrays(*transition(law, row))
         after, directions = predict(law, *affine)
         increment = innovation.log_prob + emitted.constant
         return (after, law), (

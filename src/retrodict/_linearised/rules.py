@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from retrodict._arrays import check_count
 from retrodict._expectations import cubature, gauss_hermite
-from retrodict._linearised.moments import Moments
 from retrodict._numerics import GaussianLaw, linalg
 
 MAX_NODES = 10_000
@@ -32,7 +31,7 @@ class AbstractRule(eqx.Module):
 
     @abstractmethod
     def linearise(
-        self, moments: Callable[[Array], Moments], law: GaussianLaw, *, constant_scale: bool
+        self, moments: Callable[[Array], GaussianLaw], law: GaussianLaw, *, constant_scale: bool
     ) -> Affine:
         """Return a linear-Gaussian approximation of the kernel with these conditional moments.
 
@@ -57,11 +56,11 @@ class Taylor(AbstractRule):
     """
 
     def linearise(
-        self, moments: Callable[[Array], Moments], law: GaussianLaw, *, constant_scale: bool
+        self, moments: Callable[[Array], GaussianLaw], law: GaussianLaw, *, constant_scale: bool
     ) -> Affine:
         """Return the expansion at the mean of `law`."""
 
-        def mean_and_moments(x: Array) -> tuple[Array, Moments]:
+        def mean_and_moments(x: Array) -> tuple[Array, GaussianLaw]:
             at_x = moments(x)
             return at_x.mean, at_x
 
@@ -108,7 +107,7 @@ class AbstractSigmaPoints(AbstractRule):
         """Return the points for a state of dimension `dim`."""
 
     def linearise(
-        self, moments: Callable[[Array], Moments], law: GaussianLaw, *, constant_scale: bool
+        self, moments: Callable[[Array], GaussianLaw], law: GaussianLaw, *, constant_scale: bool
     ) -> Affine:
         """Return the regression on points of `law`."""
         dtype, d = law.mean.dtype, law.mean.shape[0]

@@ -92,7 +92,7 @@ COLUMNS = {
 """The columns of the table of scores, with their number formats."""
 
 
-class Score(NamedTuple):
+class SmootherScores(NamedTuple):
     """The mean scores of one smoother on the held-out series.
 
     Attributes:
@@ -165,7 +165,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     ffbsi = f"FFBSi {sizes.num_particles}"
     bands[ffbsi] = np.stack([particles["means"], *particles["intervals"]])
     scores = {
-        name: Score(
+        name: SmootherScores(
             *_errors(bands[name], bands["exact"][0], np.asarray(xs)[..., 0]),
             float(np.mean(oracle["evidence"] - stage.get("elbo", np.nan))) / sizes.num_times,
             trained.get(name, np.nan),

@@ -8,13 +8,13 @@ from jaxtyping import Array, Float
 
 from retrodict._arrays import Scalar
 from retrodict.bounds.finite.coefficients import (
-    Spread,
+    IncrementSizes,
     future_oscillations,
     future_sums,
     oscillation,
     past_oscillations,
     past_sums,
-    spread_of,
+    sizes_of,
     total_variation,
 )
 from retrodict.bounds.finite.problem import FiniteProblem
@@ -156,25 +156,25 @@ def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBound
     problem = jax.tree.map(lambda array: array.astype(dtype), problem)
     exact, marginals = exact_posterior(problem), chain_marginals(problem)
     quantities, tilts = quantities_of(problem, exact, marginals, measure)
-    spread = spread_of(problem.functional)
-    u = past_oscillations(quantities.kernel_dobrushin, spread)
+    sizes = sizes_of(problem.functional)
+    u = past_oscillations(quantities.kernel_dobrushin, sizes)
     both = jnp.stack([quantities.forward_dobrushin, quantities.birkhoff])
-    v, v_birkhoff = jax.vmap(future_oscillations, (0, None))(both, spread)
+    v, v_birkhoff = jax.vmap(future_oscillations, (0, None))(both, sizes)
     change, size = _identity_terms(problem, exact, tilts)
     h1, ratio = quantities.h1, sigma_ratio(quantities)
     rhos = jnp.stack([1.0 - 1.0 / ratio, (1.0 - 1.0 / ratio) / (1.0 + 1.0 / ratio)])
     sums = jax.vmap(discounted_sums, (None, 0))(h1, rhos)
     classical, sharper = jax.vmap(theorem2_terms, (None, None, 0, 0, None))(
-        h1, ratio, rhos, sums, spread
+        h1, ratio, rhos, sums, sizes
     )
     terms = FiniteContributions(
         error=_error_terms(problem, exact, marginals),
         identity=change,
         s1=quantities.tilted * size,
-        s2=_s2_terms(quantities.tilted, u, v, spread),
-        s2_phi=_s2_phi_terms(problem, exact, u, spread),
-        s2_q=_s2_q_terms(problem, exact, marginals, v, spread),
-        s3=_s2_terms(quantities.tilted_bound, u, v_birkhoff, spread),
+        s2=_s2_terms(quantities.tilted, u, v, sizes),
+        s2_phi=_s2_phi_terms(problem, exact, u, sizes),
+        s2_q=_s2_q_terms(problem, exact, marginals, v, sizes),
+        s3=_s2_terms(quantities.tilted_bound, u, v_birkhoff, sizes),
         classical=classical,
         classical_birkhoff=sharper,
         printed_proposition=printed_proposition_terms(
@@ -185,8 +185,8 @@ def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBound
     return FiniteBounds(
         **{name: jnp.sum(value) for name, value in terms._asdict().items()},
         final_display=final_display(h1, ratio, problem.functional),
-        elbo_gap=_elbo_gap_bound(gap, v, spread),
-        elbo_gap_birkhoff=_elbo_gap_bound(gap, v_birkhoff, spread),
+        elbo_gap=_elbo_gap_bound(gap, v, sizes),
+        elbo_gap_birkhoff=_elbo_gap_bound(gap, v_birkhoff, sizes),
         contributions=terms,
         quantities=quantities,
     )
@@ -215,12 +215,12 @@ def _identity_terms(problem: FiniteProblem, exact: Exact, tilts: Array) -> tuple
     return terms, size
 
 
-def _s2_terms(distances: Array, u: Array, v: Array, spread: Spread) -> Array:
+def _s2_terms(distances: Array, u: Array, v: Array, sizes: IncrementSizes) -> Array:
     """Return τ_0 v_0, then τ_m (u_{m-1} + osc h_{m-1} + v_m): S2, or S3 with its τ and v."""
-    return distances * jnp.concatenate([v[:1], u[:-1] + spread.both + v[1:]])
+    return distances * jnp.concatenate([v[:1], u[:-1] + sizes.both + v[1:]])
 
 
-def _s2_phi_terms(problem: FiniteProblem, exact: Exact, u: Array, spread: Spread) -> Array:
+def _s2_phi_terms(problem: FiniteProblem, exact: Exact, u: Array, sizes: IncrementSizes) -> Array:
     """Return the terms of S2φ, that of the terminal law last.
 
         E_{φ_{j+1|n}} TV(q_{j|j+1}(x, ·), b_j(x, ·)) (u_j + o1_j),   TV(q, φ) u at the last time
@@ -230,11 +230,11 @@ def _s2_phi_terms(problem: FiniteProblem, exact: Exact, u: Array, spread: Spread
     local = jax.vmap(jax.vmap(total_variation))(problem.kernels, exact.backward)
     mean = jnp.sum(exact.smoothed[1:] * local, axis=1)
     last = total_variation(problem.terminal, exact.filtered[-1]) * u[-1]
-    return jnp.concatenate([mean * (u[:-1] + spread.first), last[None]])
+    return jnp.concatenate([mean * (u[:-1] + sizes.first), last[None]])
 
 
 def _s2_q_terms(
-    problem: FiniteProblem, exact: Exact, marginals: Array, v: Array, spread: Spread
+    problem: FiniteProblem, exact: Exact, marginals: Array, v: Array, sizes: IncrementSizes
 ) -> Array:
     """Return the terms of S2q, that of the law of x_0 first.
 
@@ -245,12 +245,12 @@ def _s2_q_terms(
     ours = pairs_back(marginals, problem.kernels)
     local = jax.vmap(total_variation)(ours, pairs_ahead(marginals, exact.forward))
     start = total_variation(marginals[0], exact.smoothed[0]) * v[0]
-    return jnp.concatenate([start[None], local * (v[1:] + spread.second)])
+    return jnp.concatenate([start[None], local * (v[1:] + sizes.second)])
 
 
-def _elbo_gap_bound(gap: Scalar, v: Array, spread: Spread) -> Scalar:
+def _elbo_gap_bound(gap: Scalar, v: Array, sizes: IncrementSizes) -> Scalar:
     """Evaluate Theorem 3, [½ gap Σ_j D_j²]^½ with D_0 = v_0 and D_j = o2_{j-1} + v_j."""
-    ranges = jnp.concatenate([v[:1], spread.second + v[1:]])
+    ranges = jnp.concatenate([v[:1], sizes.second + v[1:]])
     total = jnp.sum(ranges**2)
     # A constant functional has no error, however large the gap.
     return jnp.where(total > 0, jnp.sqrt(0.5 * gap * jnp.where(total > 0, total, 1.0)), 0.0)
@@ -282,7 +282,7 @@ def discounted_sums(h1: Float[Array, "time"], rho: Scalar) -> Float[Array, "2 pa
 
 
 def theorem2_terms(
-    h1: Array, ratio: Scalar, rho: Scalar, sums: Float[Array, "2 pair"], spread: Spread
+    h1: Array, ratio: Scalar, rho: Scalar, sums: Float[Array, "2 pair"], sizes: IncrementSizes
 ) -> Array:
     """Return the terms of Theorem 2, under H1 and H2, one per increment.
 
@@ -291,9 +291,9 @@ def theorem2_terms(
     An increment that depends on x_k only gains a factor ρ in the last sum, one that depends on
     x_{k+1} only gains one in the first. ρ is 1 - 1/r, or the smaller (r - 1) / (r + 1).
     """
-    before = sums[0] * jnp.where(spread.first > 0, 1.0, rho)
-    after = sums[1] * jnp.where(spread.second > 0, 1.0, rho)
-    return _scaled(0.5 * spread.both * (before + h1[1:] + after), ratio)
+    before = sums[0] * jnp.where(sizes.first > 0, 1.0, rho)
+    after = sums[1] * jnp.where(sizes.second > 0, 1.0, rho)
+    return _scaled(0.5 * sizes.both * (before + h1[1:] + after), ratio)
 
 
 def printed_proposition_terms(

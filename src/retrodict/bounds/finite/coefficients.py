@@ -95,9 +95,9 @@ def birkhoff(transition: Float[Array, "from to"]) -> tuple[Scalar, Scalar]:
         return jnp.max(high - low)
 
     diameter = jnp.max(jax.lax.map(widest, log))
-    spread = jnp.max(jnp.where(reached, jnp.max(log, axis=0) - jnp.min(log, axis=0), 0.0))
+    log_range = jnp.max(jnp.where(reached, jnp.max(log, axis=0) - jnp.min(log, axis=0), 0.0))
     theta = jnp.where(forbidden, 1.0, jnp.tanh(0.25 * diameter))
-    return theta, jnp.where(forbidden, jnp.inf, jnp.exp(spread))
+    return theta, jnp.where(forbidden, jnp.inf, jnp.exp(log_range))
 
 
 def tilted_distance(ratio: Float[Array, "*m"], distance: Float[Array, "*m"]) -> Float[Array, "*m"]:
@@ -114,7 +114,7 @@ def tilted_distance(ratio: Float[Array, "*m"], distance: Float[Array, "*m"]) -> 
     return jnp.where(distance > 0, distance / jnp.where(distance > 0, denominator, 1.0), 0.0)
 
 
-class Spread(NamedTuple):
+class IncrementSizes(NamedTuple):
     """Sizes of the increments h_k(x, y): osc h_k, sup_y osc h_k(·, y), sup_x osc h_k(x, ·)."""
 
     both: Float[Array, "pair"]
@@ -122,31 +122,31 @@ class Spread(NamedTuple):
     second: Float[Array, "pair"]
 
 
-def spread_of(functional: Float[Array, "pair state state"]) -> Spread:
+def sizes_of(functional: Float[Array, "pair state state"]) -> IncrementSizes:
     """Return the three sizes of every increment."""
 
     def along(axis: int) -> Array:
         width = jnp.max(functional, axis=axis) - jnp.min(functional, axis=axis)
         return jnp.max(width, axis=1)
 
-    return Spread(jax.vmap(oscillation)(functional), along(1), along(2))
+    return IncrementSizes(jax.vmap(oscillation)(functional), along(1), along(2))
 
 
-def past_oscillations(contraction: Array, spread: Spread) -> Float[Array, "time"]:
+def past_oscillations(contraction: Array, sizes: IncrementSizes) -> Float[Array, "time"]:
     """Return the constants u_j ≥ osc E_q[Σ_{i<j} h_i | x_j = ·] of S2, by Lemma 1.
 
     u_0 = 0,   u_{j+1} = δ_j u_j + min(osc h_j, o2_j + δ_j o1_j)
     """
-    terms = jnp.minimum(spread.both, spread.second + contraction * spread.first)
+    terms = jnp.minimum(sizes.both, sizes.second + contraction * sizes.first)
     return decayed_sums(contraction, jnp.concatenate([jnp.zeros_like(terms[:1]), terms]))
 
 
-def future_oscillations(contraction: Array, spread: Spread) -> Float[Array, "time"]:
+def future_oscillations(contraction: Array, sizes: IncrementSizes) -> Float[Array, "time"]:
     """Return the constants v_j ≥ osc E_φ[Σ_{i≥j} h_i | x_j = ·] of S2: u_j with time reversed.
 
     v_{n-1} = 0,   v_j = δ_j v_{j+1} + min(osc h_j, o1_j + δ_j o2_j)
     """
-    swapped = Spread(spread.both[::-1], spread.second[::-1], spread.first[::-1])
+    swapped = IncrementSizes(sizes.both[::-1], sizes.second[::-1], sizes.first[::-1])
     return past_oscillations(contraction[::-1], swapped)[::-1]
 
 
