@@ -28,6 +28,18 @@ def is_concrete(value: Any) -> bool:
     return not isinstance(value, Tracer)
 
 
+def where_rows(condition: Array, rows: Array, other: Any) -> Array:
+    """Return the rows of an array for which a condition holds, and `other` in the remaining ones.
+
+    Args:
+        condition: a mask over the leading axes of the rows.
+        rows: the array.
+        other: a number, or an array that broadcasts against the rows.
+    """
+    axes = condition.shape + (1,) * (rows.ndim - condition.ndim)
+    return jnp.where(condition.reshape(axes), rows, other)
+
+
 def known_values(value: Any) -> np.ndarray | None:
     """Return the values of an array, or `None` if they are traced or on other processes."""
     if not is_concrete(value):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
-from retrodict._model import prepare_path
+from retrodict._model import fill_padding, prepare_path
 
 
 class AbstractBackwardKernel(eqx.Module):
@@ -195,7 +195,7 @@ def _trace(
         jnp.broadcast_to(terminal.mean, end.shape),
         jnp.broadcast_to(spread, (end.shape[0], *spread.shape)),
     )
-    steps = _finite_steps(chain, exists)
+    steps = fill_padding(chain.steps, exists)
     _, rest = lax.scan(back, first, (steps, noise[:-1], exists), reverse=True)
     rows = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), rest, first)
     return Trace(*(jnp.swapaxes(leaf, 0, 1) for leaf in rows))
@@ -212,7 +212,7 @@ def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
         path = jnp.where(jnp.concatenate([jnp.ones(1, bool), exists])[:, None], path, last[None])
         before, after = path[:-1], path[1:]
     densities = jax.vmap(lambda step, x, y: chain.kernel_law(step, y).log_prob(x))(
-        _finite_steps(chain, exists), before, after
+        fill_padding(chain.steps, exists), before, after
     )
     if exists is not None:
         densities = jnp.where(exists, densities, 0.0)
@@ -222,17 +222,3 @@ def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
 def _exists(chain: SampledChain) -> Any:
     """Return a mask of the backward kernels between existing rows; `None` if all rows exist."""
     return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
-
-
-def _finite_steps(chain: SampledChain, exists: Any) -> PyTree:
-    """Return the steps, with padding replaced by copies of the first step.
-
-    Results in padding are discarded, but non-finite values there would make gradients NaN.
-    """
-    if exists is None:
-        return chain.steps
-
-    def fill(leaf: Array) -> Array:
-        return jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[:1])
-
-    return jax.tree.map(fill, chain.steps)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from retrodict._arrays import Scalar
+from retrodict._arrays import Scalar, where_rows
 from retrodict._exact.gains import Gains, Prior, TransitionArrays, sequential_gains
 from retrodict._exact.parallel_gains import over_time, parallel_gains
 from retrodict._exact.whiten import Reduced, Whitened, row_basis
@@ -287,8 +287,7 @@ def score(
     transition_bar = TransitionArrays(weight_bar, r[1:], product(outer[1:], scale))
     if exists is not None:
         transition_bar = jax.tree.map(
-            lambda leaf: jnp.where(exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0),
-            transition_bar,
+            lambda leaf: where_rows(exists[1:], leaf, 0.0), transition_bar
         )
     # Smoothed moments, from the filtering law and the derivatives of the later log density.
     r_after = appended(apply(transpose(weight), r[1:]), zero_vector, parallel)

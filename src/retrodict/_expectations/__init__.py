@@ -45,6 +45,5 @@ from retrodict._expectations.functionals import check_constant as check_constant
 from retrodict._expectations.functionals import initial_value as initial_value
 from retrodict._expectations.functionals import variation as variation
 from retrodict._expectations.moments import existing_rows as existing_rows
-from retrodict._expectations.moments import fill_padding as fill_padding
 from retrodict._expectations.recursive import Recursive as Recursive
 from retrodict._expectations.recursive import RecursiveState as RecursiveState

@@ -19,8 +19,8 @@ from retrodict._chains import (
 )
 from retrodict._expectations.estimators import AbstractEstimator
 from retrodict._expectations.functionals import AbstractTerm, add
-from retrodict._expectations.moments import existing_rows, fill_padding, sum_over_rows
-from retrodict._model import GaussianMixture
+from retrodict._expectations.moments import existing_rows, sum_over_rows
+from retrodict._model import GaussianMixture, fill_padding
 from retrodict.distributed import Parallel
 
 Noise = Literal["independent", "antithetic", "stratified"]

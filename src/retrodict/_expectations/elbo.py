@@ -17,12 +17,13 @@ from retrodict._expectations.expectation import (
     estimate,
 )
 from retrodict._expectations.functionals import LogJoint
-from retrodict._expectations.moments import existing_rows, fill_padding
+from retrodict._expectations.moments import existing_rows
 from retrodict._model import (
     Frozen,
     Series,
     StateSpaceModel,
     check_densities,
+    fill_padding,
     prepare_data,
     prepare_length,
     require_model,

@@ -15,8 +15,8 @@ from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, Sample
 from retrodict._expectations.backward_sampling import BackwardSampling, Paths
 from retrodict._expectations.estimators import AbstractEstimator, ClosedForm
 from retrodict._expectations.functionals import AbstractFunctional, LogJoint, Score
-from retrodict._expectations.moments import existing_rows, fill_padding
-from retrodict._model import Series, prepare_rows
+from retrodict._expectations.moments import existing_rows
+from retrodict._model import Series, fill_padding, prepare_rows
 from retrodict.distributed import Parallel
 
 _EXACT = ClosedForm()

@@ -1,18 +1,18 @@
 """The laws of states and of pairs under a linear-Gaussian chain, and sums over rows that exist."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
+from retrodict._arrays import where_rows
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, pair_laws
 from retrodict._expectations.functionals import AbstractInitialTerm, AbstractPairTerm, AbstractTerm
+from retrodict._model import fill_padding
 from retrodict.distributed import Parallel
-
-T = TypeVar("T")
 
 
 class StateRow(eqx.Module):
@@ -128,7 +128,7 @@ def sum_over_rows(
 
     def add_up(leaf: Array) -> Array:
         if exists is not None:
-            leaf = jnp.where(_beside(exists, leaf), leaf, 0)
+            leaf = where_rows(exists, leaf, 0)
         return jnp.sum(leaf, axis=0)
 
     return jax.tree.map(add_up, jax.vmap(fn)(chosen, data, *per_row))
@@ -138,19 +138,3 @@ def existing_rows(chain: AbstractBackwardChain) -> Bool[Array, "time"] | None:
     """Return which rows of a chain exist; `None` if all of them do."""
     length = getattr(chain, "length", None)
     return None if length is None else jnp.arange(chain.num_times) < length
-
-
-def fill_padding(tree: T, exists: Bool[Array, "time"] | None) -> T:
-    """Replace the rows of a pytree that do not exist by its first row.
-
-    Padding may hold NaN or a degenerate law. A `where` after the arithmetic would leave a NaN
-    gradient.
-    """
-    if exists is None:
-        return tree
-    return jax.tree.map(lambda leaf: jnp.where(_beside(exists, leaf), leaf, leaf[:1]), tree)
-
-
-def _beside(exists: Bool[Array, "time"], leaf: Array) -> Array:
-    """Return a mask of rows with as many axes as an array."""
-    return exists.reshape(-1, *[1] * (leaf.ndim - 1))

@@ -37,11 +37,17 @@ from retrodict._expectations import (
     average,
     estimate,
     existing_rows,
-    fill_padding,
     initial_value,
 )
 from retrodict._families import AbstractFactorFamily, factors
-from retrodict._model import Frozen, Gaussian, LinearGaussianKernel, Series, StateSpaceModel
+from retrodict._model import (
+    Frozen,
+    Gaussian,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    fill_padding,
+)
 
 
 def elbo_in_segments(

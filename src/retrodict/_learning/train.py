@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._arrays import PRNGKey, Scalar
+from retrodict._arrays import PRNGKey, Scalar, where_rows
 from retrodict.distributed import shard_over, to_hosts
 
 Loss = Callable[[Any, Any, Any, Any], Scalar]
@@ -367,7 +367,7 @@ def keep(
     better = least | (scores < state.least + SIGNIFICANT * state.least_noise)
 
     def choose(new: Array, old: Array) -> Array:
-        return jnp.where(better.reshape(better.shape + (1,) * (new.ndim - better.ndim)), new, old)
+        return where_rows(better, new, old)
 
     return eqx.tree_at(
         lambda s: (s.kept, s.kept_score, s.kept_step, s.least, s.least_noise),

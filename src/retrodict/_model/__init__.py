@@ -49,6 +49,7 @@ from retrodict._model.parameters import partial_autocorrelations as partial_auto
 from retrodict._model.parameters import unwrap as unwrap
 from retrodict._model.series import Series as Series
 from retrodict._model.series import convert_row as convert_row
+from retrodict._model.series import fill_padding as fill_padding
 from retrodict._model.series import prepare_batch as prepare_batch
 from retrodict._model.series import prepare_inputs as prepare_inputs
 from retrodict._model.series import prepare_length as prepare_length

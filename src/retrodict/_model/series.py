@@ -20,6 +20,7 @@ from retrodict._arrays import (
     check_rows,
     is_concrete,
     known_values,
+    where_rows,
 )
 from retrodict.distributed import automatic, to_hosts
 
@@ -365,11 +366,18 @@ def prepare_rows(data: PyTree, num_times: int) -> PyTree:
 def repeat_last_row(tree: T, exists: Bool[Array, "time"]) -> T:
     """Replace the rows of a pytree that do not exist by the last one that does."""
     last = jnp.sum(exists) - 1
+    return jax.tree.map(lambda leaf: where_rows(exists, leaf, leaf[last][None]), tree)
 
-    def repeat(leaf: Array) -> Array:
-        return jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[last][None])
 
-    return jax.tree.map(repeat, tree)
+def fill_padding(tree: T, exists: Bool[Array, "time"] | None) -> T:
+    """Replace the rows of a pytree that do not exist by its first row.
+
+    Padding may hold NaN or a degenerate law. A `where` after the arithmetic would leave a NaN
+    gradient.
+    """
+    if exists is None:
+        return tree
+    return jax.tree.map(lambda leaf: where_rows(exists, leaf, leaf[:1]), tree)
 
 
 def _fill(ys: Array, observed: Array | None, exists: Any) -> tuple[Array, Array | None]:

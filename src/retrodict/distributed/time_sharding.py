@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from retrodict._arrays import where_rows
+
 T = TypeVar("T")
 
 TIME = "time"
@@ -100,7 +102,7 @@ def _joined(rows: jax.Array, one: jax.Array, place: int, parallel: Parallel) -> 
     zero = jnp.zeros((), rows.dtype)
     wider = lax.pad(rows, zero, [(before, after, 0)] + [(0, 0, 0)] * (rows.ndim - 1))
     here = jnp.arange(wider.shape[0]) == place % wider.shape[0]
-    return jnp.where(here.reshape(-1, *[1] * (rows.ndim - 1)), one[None], wider)
+    return where_rows(~here, wider, one[None])
 
 
 def scan_over_devices(

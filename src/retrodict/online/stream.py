@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from retrodict._arrays import PRNGKey, check_key
+from retrodict._arrays import PRNGKey, check_key, where_rows
 from retrodict._families import AbstractFamily, prepare_for, prepare_row
 from retrodict._model import (
     Series,
@@ -245,7 +245,7 @@ def skip_nonfinite(
         skipped = carry[1]
 
         def unless_skipped(leaf: Array) -> Array:
-            return jnp.where(skipped.reshape(n, *[1] * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
+            return where_rows(~skipped, leaf, jnp.zeros_like(leaf))
 
         ys, mask, values = jax.tree.map(unless_skipped, (series.ys, series.mask, data))
         after, out, finite = advance(state, Series(ys, mask, series.inputs, length), values)
@@ -286,9 +286,7 @@ def zeros_like_shapes(tree: PyTree) -> PyTree:
 
 def nan_where_absent(exists: Bool[Array, "time"], tree: T) -> T:
     """Replace rows that do not exist by NaN."""
-    return jax.tree.map(
-        lambda leaf: jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.nan), tree
-    )
+    return jax.tree.map(lambda leaf: where_rows(exists, leaf, jnp.nan), tree)
 
 
 def float_type(tree: PyTree) -> Any:

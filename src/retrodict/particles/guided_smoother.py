@@ -33,8 +33,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._chains import AbstractKernelChain
-from retrodict._expectations import check_model, fill_padding, series_of_chain
-from retrodict._model import Series, StateSpaceModel, unwrap
+from retrodict._expectations import check_model, series_of_chain
+from retrodict._model import Series, StateSpaceModel, fill_padding, unwrap
 from retrodict.particles.backward_samplers import (
     AbstractBackwardSampler,
     MCMCBackward,
