@@ -542,6 +542,18 @@ def test_em_does_not_depend_on_offset_and_unit_of_the_data(offset, unit):
     np.testing.assert_allclose(values, expected_values, rtol=1e-5)
 
 
+@pytest.mark.parametrize("unit", [1e-9, 1e9])
+def test_em_ends_near_the_maximum_from_a_start_in_other_units(unit: float):
+    """From a start far wider than the data, the first iteration almost removes the state."""
+    ys = np.cumsum(np.random.default_rng(0).normal(size=(20, 1)), axis=0)
+    start = linear_model(prior=1.0, weight=0.5, noise=1.0, offset=0.0, error=1.0)
+    options = {"num_iterations": 60, "tolerance": 1e-4}
+    expected = rd.em(jax.random.key(0), start, ys, **options)
+    result = rd.em(jax.random.key(0), start, unit * ys, **options)
+    last, best = result.history[-1] + np.log(unit), expected.history[-1]
+    np.testing.assert_allclose(last, best, atol=0.1)
+
+
 def test_em_keeps_what_no_row_determines(ys):
     """Series of one row have no transition, and rows that are all missing no emission."""
     model = scalar_model()

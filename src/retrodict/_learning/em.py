@@ -25,9 +25,13 @@ from retrodict._model import (
     StateSpaceModel,
     dense_scale,
     learnable,
+    scale_solve,
     unwrap,
 )
 from retrodict._numerics import linalg
+
+MAX_GROWTH = 1.01
+"""The growth per iteration of the signal-to-noise ratio at which exact EM has not converged."""
 
 
 class EMResult(eqx.Module):
@@ -38,10 +42,10 @@ class EMResult(eqx.Module):
         family: the family of the last E-step; `None` if it was exact.
         history: the log-evidence of all series before each M-step, or its lower bound by the
             family, in nats per time step.
-        status: `"converged"` if the last gain was below the tolerance; `"stopped early"` if the
-            noise of the emission reached zero, as on constant data, where the evidence has no
-            maximum, or if the evidence decreased, which only rounding can cause: the model is then
-            the previous one; else `"finished"`.
+        status: `"converged"` if the last gain was below the tolerance and the ratio of signal to
+            noise did not grow; `"stopped early"` if the noise of the emission reached zero, as on
+            constant data, where the evidence has no maximum, or if the evidence decreased, which
+            only rounding can cause: the model is then the previous one; else `"finished"`.
     """
 
     model: StateSpaceModel
@@ -89,7 +93,10 @@ def em(
         family: a family with linear-Gaussian chains, for models that are not linear Gaussian.
         num_iterations: the largest number of E-steps and M-steps.
         steps_per_iteration: the number of steps of the family per E-step.
-        tolerance: the gain in nats per time step below which exact EM stops.
+        tolerance: the gain in nats per time step below which exact EM stops. It goes on while the
+            ratio of signal to noise grows by more than 1% per iteration: from a start in other
+            units than the data the ratio becomes nearly zero at first, where the gain vanishes
+            without a maximum.
         mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
         length: the number of existing rows, one integer per series or one for all.
@@ -112,8 +119,8 @@ def em(
             chains = exact.chain
             history.append(float(jnp.sum(exact.log_evidence)) / rows)
             gain = history[-1] - history[-2] if iteration else tolerance
-            if not gain >= tolerance:
-                decreased = not gain >= -max(tolerance, 1e-6 * abs(history[-2]))
+            decreased = not gain >= -max(tolerance, 1e-6 * abs(history[-1]))
+            if decreased or (gain < tolerance and not _signal_grows(before, model)):
                 status = "stopped early" if decreased else "converged"
                 model = before if decreased else model
                 break
@@ -156,6 +163,20 @@ def _has_density(emission: Any) -> bool:
         return True
     scales = jnp.diagonal(dense_scale(unwrap(emission).scale_tril))
     return bool(jnp.all((scales != 0) & jnp.isfinite(scales)))
+
+
+def _signal_grows(before: StateSpaceModel, after: StateSpaceModel) -> bool:
+    """Return whether an iteration increased the ratio of signal to noise noticeably.
+
+    A model whose observations do not depend on the state is a stationary point of EM, though
+    rarely a maximum. Near it the ratio grows by a factor per iteration, and the evidence by the
+    square of the ratio, which may be less than its rounding error.
+    """
+    kernels = unwrap(before.emission), unwrap(after.emission)
+    if not all(isinstance(kernel, LinearGaussianKernel) for kernel in kernels):
+        return False
+    old, new = (jnp.linalg.norm(scale_solve(each.scale_tril, each.weight)) for each in kernels)
+    return bool(new > MAX_GROWTH * old)
 
 
 def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series) -> StateSpaceModel:
