@@ -513,6 +513,13 @@ def test_result_files_are_written_atomically(
     rd.data.write(result, path, overwrite=True)
 
 
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1", "-y", "@SUM(A1)", "a,b"])
+def test_names_are_written_as_given(name: str, tmp_path: Path):
+    """Any change of them, such as a quote against formulas, would not be read again."""
+    path = rd.data.write(pd.DataFrame({"time": [1, 2], name: [1.0, 2.0]}), tmp_path / "a.csv")
+    assert rd.data.read(path).names == (name,)
+
+
 def test_unwritable_paths_are_refused(tmp_path: Path):
     frame = pd.DataFrame({"y": [1.0]})
     for path, words in (

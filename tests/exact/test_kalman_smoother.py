@@ -195,30 +195,37 @@ def test_diffuse_priors_keep_their_accuracy(prior_scale):
     np.testing.assert_allclose(means[0].covariance, means[1].covariance, atol=tolerance)
 
 
-def test_the_evidence_in_float32_under_a_wide_prior(x32):
+@pytest.mark.parametrize(("width", "bound"), [(1e4, 0.3), (1e5, 20.0)])
+def test_evidence_and_means_in_float32_under_a_wide_prior(x32, width: float, bound: float):
+    """The docstring states errors of means of 0.1 and 6 posterior standard deviations."""
     # Six rows of one sensor determine the state, and gains are large until then.
     rng = np.random.default_rng(0)
     axes = np.linalg.qr(rng.normal(size=(6, 6)))[0]
     weight, design = axes @ np.diag(np.linspace(0.5, 0.95, 6)) @ axes.T, rng.normal(size=(1, 6))
-    states = [1e5 * rng.normal(size=6)]
+    states = [width * rng.normal(size=6)]
     for _ in range(39):
         states.append(weight @ states[-1] + 0.3 * rng.normal(size=6))
     ys = np.stack(states) @ design.T + 0.5 * rng.normal(size=(40, 1))
 
-    def log_evidence(dtype):
+    def smoothed(dtype):
         def array(values):
             return np.asarray(np.asarray(values, np.float32), dtype)
 
         model = rd.StateSpaceModel(
-            rd.Gaussian(array(np.zeros(6)), array(1e5 * np.eye(6))),
+            rd.Gaussian(array(np.zeros(6)), array(width * np.eye(6))),
             rd.LinearGaussianKernel(array(weight), array(np.zeros(6)), array(0.3 * np.eye(6))),
             rd.LinearGaussianKernel(array(design), array(np.zeros(1)), array([[0.5]])),
         )
-        return float(rd.kalman_smoother(model, array(ys)).log_evidence)
+        posterior = rd.kalman_smoother(model, array(ys))
+        marginals = posterior.chain.marginals()
+        return float(posterior.log_evidence), np.asarray(marginals.mean), np.asarray(marginals.std)
 
     with jax.enable_x64(True):
-        expected = log_evidence(np.float64)
-    assert log_evidence(np.float32) == pytest.approx(expected, abs=0.5)
+        expected, mean, std = smoothed(np.float64)
+    log_evidence, mean_32, std_32 = smoothed(np.float32)
+    assert log_evidence == pytest.approx(expected, abs=0.5)
+    assert np.max(np.abs(mean_32 - mean) / std) < bound
+    np.testing.assert_allclose(std_32, std, rtol=1e-3)
 
 
 @pytest.mark.slow

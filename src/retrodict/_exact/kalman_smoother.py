@@ -72,6 +72,12 @@ def kalman_smoother(
     and 5e-3 in float32. With `parallel=True` all results omit them: marginals have errors of about
     that width, and `chain.log_prob` and `chain.entropy` are NaN.
 
+    Means are stored in the units of the state. If states or observations are much larger than the
+    noise, such as the first states under a wide prior, their differences lose digits. With six
+    states, one sensor and a ratio of 1e4, smoothed means in float32 were off by up to 0.1 posterior
+    standard deviations, and with 1e5 by up to 6; their covariances were right. A wide prior alone
+    does no harm. Subtract a level from the data, or use float64, which has nine digits more.
+
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
         >>> model = rd.StateSpaceModel(

@@ -49,6 +49,8 @@ def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False)
     """Write a dataset or a frame in the format of the suffix: `.csv`, `.parquet` or `.nc`.
 
     The file appears complete or not at all: it is written under another name, and then renamed.
+    Names of columns and series are written as given, so that they can be read again. A spreadsheet
+    may run a name that begins with =, +, - or @ as a formula.
 
     Example:
         >>> import tempfile, numpy as np, retrodict as rd
