@@ -46,8 +46,8 @@ def retrodict(
         progress.end("a stage", cached=False)
         nan = float("nan")
         scores = {
-            "gated": demo.Score(0.012, 0.19, 0.9, 0.04, 20.0, 6e-4, ""),
-            "FFBSi 1000": demo.Score(0.004, 0.03, 0.9, nan, nan, 0.4, ""),
+            "gated": demo.SmootherScores(0.012, 0.19, 0.9, 0.04, 20.0, 6e-4, ""),
+            "FFBSi 1000": demo.SmootherScores(0.004, 0.03, 0.9, nan, nan, 0.4, ""),
         }
         table = Table("scores", demo.COLUMNS, [score.row(name) for name, score in scores.items()])
         numbers = {"scores": {name: score._asdict() for name, score in scores.items()}}
