@@ -793,3 +793,17 @@ def test_lbfgs_reports_convergence():
     assert short.status == "finished" and len(short.history) == 2
     broken = rd.models.with_parameters(model, {"prior.mean": 1e200})
     assert rd.fit_evidence(jax.random.key(0), broken, ys, **options).status == "diverged"
+
+
+@pytest.mark.parametrize("num_starts", [None, 1])
+@pytest.mark.parametrize(("outlier", "status"), [(1e40, "converged"), (1e150, "diverged")])
+def test_a_quasi_newton_fit_of_an_enormous_row_tells_how_it_ended(outlier, status, num_starts):
+    # The squared gradient of 1e300 nats overflows, and L-BFGS would take a step to NaN.
+    model = rd.models.local_level(level_scale=1.0, obs_scale=1.0, prior_scale=10.0)
+    ys = np.random.default_rng(0).normal(size=(12, 1))
+    ys[5] = outlier
+    options: Any = {"optimiser": "lbfgs", "num_starts": num_starts, "progress": False}
+    result = rd.fit_evidence(jax.random.key(0), model, ys, **options)
+    assert result.status == status
+    before, after = (rd.kalman_smoother(each, ys).log_evidence for each in (model, result.model))
+    assert after >= before

@@ -72,8 +72,8 @@ class Minimum(NamedTuple):
         losses: the loss after each step that led to them.
         num_skipped: the number of points with a non-finite loss or gradient.
         status: `"converged"` if no step decreases the loss, `"finished"` if all steps were taken,
-            `"stopped early"` if the line search failed before that, and `"diverged"` if the loss is
-            non-finite at the start.
+            `"stopped early"` if the line search failed before that, and `"diverged"` if the loss or
+            its squared gradient is non-finite at the start.
     """
 
     parameters: PyTree
@@ -208,7 +208,10 @@ class _Search:
         at, unit = (jnp.asarray(part, self._dtype) for part in (z, self.unit))
         result = to_hosts(_evaluate(self._loss, self._coordinates, at, unit, self._data))
         value, slope = float(result[0]), np.asarray(result[1], np.float64)
-        if np.isfinite(value) and np.all(np.isfinite(slope)):
+        # L-BFGS takes products of gradients: where they overflow, it returns NaN or its start.
+        with np.errstate(over="ignore", invalid="ignore"):
+            products = slope @ slope
+        if np.isfinite(value) and np.isfinite(products):
             self._largest = max(self._largest, abs(value))
             return value, slope
         # A large finite value, from which the line search can interpolate its way back.
