@@ -222,10 +222,23 @@ def test_evidence_and_means_in_float32_under_a_wide_prior(x32, width: float, bou
 
     with jax.enable_x64(True):
         expected, mean, std = smoothed(np.float64)
-    log_evidence, mean_32, std_32 = smoothed(np.float32)
+    with pytest.warns(UserWarning, match="as large as their noise, and float32 rounds them"):
+        log_evidence, mean_32, std_32 = smoothed(np.float32)
     assert log_evidence == pytest.approx(expected, abs=0.5)
     assert np.max(np.abs(mean_32 - mean) / std) < bound
     np.testing.assert_allclose(std_32, std, rtol=1e-3)
+
+
+@pytest.mark.parametrize("call", [rd.kalman_smoother, rd.kalman_smoother_batch, rd.smooth])
+def test_large_data_cause_a_warning_in_float32_alone(call, x32):
+    model = rd.models.local_level(obs_scale=0.1, prior_scale=1e7)
+    ys = np.full((2, 4, 1) if call is rd.kalman_smoother_batch else (4, 1), 2e3)
+    with pytest.warns(UserWarning, match=f"{call.__name__}: .* 2e[+]04 times as large"):
+        call(model, ys)
+    call(model, ys / 10)
+    call(model, np.where(np.arange(4)[:, None] < 2, np.nan, ys / 10))  # with a mask
+    with jax.enable_x64(True):
+        call(rd.models.local_level(obs_scale=0.1, prior_scale=1e7), ys)
 
 
 @pytest.mark.slow

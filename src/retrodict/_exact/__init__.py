@@ -25,6 +25,7 @@ from retrodict._exact.kalman_smoother import check_linear_gaussian as check_line
 from retrodict._exact.kalman_smoother import kalman_smoother as kalman_smoother
 from retrodict._exact.kalman_smoother import log_evidence_of as log_evidence_of
 from retrodict._exact.kalman_smoother import smooth_series as smooth_series
+from retrodict._exact.kalman_smoother import warn_of_lost_digits as warn_of_lost_digits
 from retrodict._exact.whiten import Whitened as Whitened
 from retrodict._exact.whiten import reduce_rows as reduce_rows
 from retrodict._exact.whiten import whiten as whiten

@@ -1,5 +1,6 @@
 """The Kalman smoother: the backward chain of a linear-Gaussian model given a series."""
 
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from retrodict._arrays import Scalar, check_finite, is_concrete
+from retrodict._arrays import Scalar, check_finite, is_concrete, known_values
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact.gains import Prior, TransitionArrays
 from retrodict._exact.kalman_filter import Filtered, kalman_filter
@@ -76,7 +77,8 @@ def kalman_smoother(
     noise, such as the first states under a wide prior, their differences lose digits. With six
     states, one sensor and a ratio of 1e4, smoothed means in float32 were off by up to 0.1 posterior
     standard deviations, and with 1e5 by up to 6; their covariances were right. A wide prior alone
-    does no harm. Subtract a level from the data, or use float64, which has nine digits more.
+    does no harm. Where values are known, a ratio above 1e4 of observations to their noise causes a
+    warning. Subtract a level from the data, or use float64, which has nine digits more.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -114,6 +116,10 @@ def kalman_smoother(
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     check_values(model, series, parallel, "kalman_smoother")
     return smooth_series(model, series, parallel)
+
+
+MAX_RATIO = 1e4
+"""The largest ratio of observations to their noise in float32 without a warning."""
 
 
 @eqx.filter_jit
@@ -222,6 +228,35 @@ def check_values(model: StateSpaceModel, series: Series, parallel: Parallel, own
             f"{owner} expects an emission scale with a positive diagonal, got diagonal"
             f" {np.asarray(pivots)}. An observation without noise has no density: add a small"
             " amount of noise."
+        )
+    warn_of_lost_digits(model, series, owner)
+
+
+def warn_of_lost_digits(model: StateSpaceModel, series: Series, owner: str) -> None:
+    """Warn if float32 visibly rounds known observations, which are much larger than their noise.
+
+    The errors of smoothed means are this rounding error, times a factor of up to some hundreds if
+    few rows determine the state.
+    """
+    kernel = model.emission
+    if not isinstance(kernel, LinearGaussianKernel) or kernel.takes_input:
+        return
+    arrays = (series.ys, kernel.bias, scale_diagonal(kernel.scale_tril))
+    ys, bias, pivots = map(known_values, arrays)
+    if ys is None or bias is None or pivots is None or ys.dtype != np.float32:
+        return
+    with np.errstate(over="ignore"):
+        ratios = np.abs(ys - bias) / pivots
+    if series.mask is not None:
+        ratios = np.where(np.asarray(series.mask), ratios, 0.0)
+    ratio = float(np.max(ratios))
+    if ratio > MAX_RATIO:
+        warnings.warn(
+            f"{owner}: the observations are up to {ratio:.0e} times as large as their noise, and"
+            " float32 rounds them: smoothed means may be off by a posterior standard deviation or"
+            " more. Subtract a level from the data, or use float64:"
+            ' jax.config.update("jax_enable_x64", True).',
+            stacklevel=4,
         )
 
 

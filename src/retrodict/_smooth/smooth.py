@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
-from retrodict._exact import kalman_smoother
+from retrodict._exact import kalman_smoother, warn_of_lost_digits
 from retrodict._expectations import BackwardSampling, ClosedForm, Marginals, marginals
 from retrodict._families import AbstractFamily, MixtureFamily, NonlinearFamily
 from retrodict._learning import FitResult, batch_for, fit
@@ -200,6 +200,7 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
     if request.family is not None:
         method = "amortised"
     if method in ("auto", "exact") and is_linear_gaussian(model):
+        warn_of_lost_digits(model, batch, "smooth")
         posterior = _over_series(lambda ys, **rest: kalman_smoother(model, ys, **rest), batch)
         return Answer(posterior.chain, "exact", "The model is linear and Gaussian.", True)
     if method == "auto" and not request.check:
