@@ -254,6 +254,22 @@ def test_learn_accepts_single_leaves(ys):
     assert not arrays_equal(result.family, family)
 
 
+def test_a_short_fit_that_breaks_down_has_diverged(ys):
+    # Fewer steps than the skipped steps in a row that end a fit.
+    broken = optax.chain(optax.scale(-1.0), optax.scale_by_schedule(lambda step: jnp.inf))
+    options: Any = {"optimiser": broken, "chunk_size": 5, "estimator": rd.Quadrature(3)}
+    result = fit(conjugate(), tanh_model(), ys, num_steps=10, **options)
+    assert result.status == "diverged" and result.num_skipped > 0
+
+
+def test_steps_whose_squared_gradient_overflows_are_skipped(ys):
+    # Clipping would divide such a gradient by infinity, and take no step without a word.
+    outlier = jnp.asarray(ys).at[0, 2].set(1e150)
+    options: Any = {"learn": "both", "estimator": rd.Quadrature(3)}
+    result = fit(conjugate(), tanh_model(), outlier, num_steps=10, **options)
+    assert result.num_skipped > 0
+
+
 def test_steps_without_a_finite_gradient_are_skipped_and_counted(ys):
     # With an optimiser that explodes at once every later gradient is NaN.
     broken = optax.chain(optax.scale(-1.0), optax.scale_by_schedule(lambda step: jnp.inf))

@@ -67,7 +67,8 @@ class FitResult(eqx.Module):
             is that of `family`.
         num_skipped: the number of steps that were skipped because of a non-finite gradient.
         status: `"finished"` if all steps were taken, `"stopped early"` if patience ran out, or
-            `"diverged"` if too many steps in a row were skipped. Instead of the first two:
+            `"diverged"` if too many steps in a row were skipped, or the last ones were and left no
+            finite ELBO. Instead of the first two:
             `"overfitted"` if the ELBO of `held_out` series is more than 0.5 nats per row below that
             of the training series; `"underfitted"` if the ELBO of the first two validation series
             is more than 0.5 nats per row below a particle estimate of their evidence, which is

@@ -271,7 +271,15 @@ def train(
             status = _stopped(state, history, patience, chunk_size)
             if status is not None:
                 return Trained(placement.on_host(state), history, status)
-    return Trained(placement.on_host(state), history, "finished")
+    return Trained(placement.on_host(state), history, _status_at_end(state, history))
+
+
+def _status_at_end(state: TrainState, history: TrainHistory) -> TrainingStatus:
+    """Return "diverged" if every start ended with skipped steps at parameters without a score."""
+    broken = ~np.isfinite(history.scores[..., -1:]) & (
+        np.asarray(to_hosts(state.skipped_in_a_row))[..., None] > 0
+    )
+    return "diverged" if broken.size and np.all(broken) else "finished"
 
 
 def _stopped(
@@ -321,8 +329,9 @@ def _take_steps(
 
     def move_one_start(parameters: PyTree, state: PyTree, step: Array):
         value, gradient = jax.value_and_grad(loss)(parameters, batches, key, step)
-        leaves = (value, *jax.tree.leaves(gradient))
-        ok = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+        # Clipping and Adam square the gradient. If that overflows, they take no step at all.
+        squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)]
+        ok = jnp.all(jnp.isfinite(jnp.stack([value, *squares])))
         # Zeros in place of non-finite gradients keep the arithmetic of the optimiser finite.
         gradient = jax.tree.map(lambda leaf: jnp.where(ok, leaf, 0.0), gradient)
         update, next_state = optimiser.update(
