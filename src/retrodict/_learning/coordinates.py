@@ -43,9 +43,7 @@ class ModelCoordinates(eqx.Module):
 
     def theta(self) -> Float[Array, "parameter"]:
         """Return the coordinates of the model."""
-        leaves = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))
-        parts = [leaf.ravel()[place] for leaf, place in zip(leaves, self.places, strict=True)]
-        return jnp.concatenate(parts)
+        return _coordinates(eqx.filter(self.model, eqx.is_inexact_array), self.places)
 
     def model_at(self, theta: Float[Array, "parameter"]) -> StateSpaceModel:
         """Return the model with these coordinates."""
@@ -80,6 +78,12 @@ class ModelCoordinates(eqx.Module):
             for path, node in nodes
             if any(np.any(leaf) for leaf in jax.tree.leaves(_learned_entries(node)))
         }
+
+
+@jax.jit
+def _coordinates(arrays: PyTree, places: tuple[Array, ...]) -> Float[Array, "parameter"]:
+    leaves = jax.tree.leaves(arrays)
+    return jnp.concatenate([leaf.ravel()[at] for leaf, at in zip(leaves, places, strict=True)])
 
 
 def coordinates_of(model: StateSpaceModel) -> ModelCoordinates:

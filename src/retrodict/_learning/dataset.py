@@ -81,6 +81,10 @@ class Minibatch(eqx.Module):
             parameters: arrays that all series share.
             *per_series: further arguments, with a leading axis `batch`.
         """
+        if self.mesh is None and self.series.num_series == 1:
+            # Without `vmap`, the covariances of a single series are computed until they settle.
+            only = jax.tree.map(lambda leaf: leaf[0], (self.series, *per_series))
+            return jax.tree.map(lambda leaf: leaf[None], fn(parameters, *only))
         over_series = jax.vmap(fn, in_axes=(None, *(0 for _ in (self.series, *per_series))))
         if self.mesh is None:
             return over_series(parameters, self.series, *per_series)

@@ -8,20 +8,22 @@ Scales that end at zero are restarted from the interior. All of it uses one comp
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
-from scipy.optimize import OptimizeResult, minimize
 
 from retrodict._arrays import Scalar
 from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
 from retrodict._learning.train import TrainingStatus
 from retrodict._model import UNBOUNDED, StateSpaceModel
 from retrodict.distributed import to_hosts
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 ROUNDING = 10.0
 """A step is progress if it lowers the loss by more than this many rounding errors of the loss."""
@@ -220,9 +222,11 @@ class _Search:
 
     def descend(self, z: np.ndarray, most: int) -> _Descent:
         """Take at most `most` steps of L-BFGS."""
+        from scipy.optimize import minimize  # here, since this import takes 0.2 s
+
         losses: list[float] = []
 
-        def after(intermediate_result: OptimizeResult) -> None:
+        def after(intermediate_result: "OptimizeResult") -> None:
             losses.append(float(intermediate_result.fun))
             if self._show is not None:
                 self._show(len(losses), losses[-1])
@@ -346,6 +350,7 @@ class _Search:
         return points
 
 
+@eqx.filter_jit
 def _parameters(
     coordinates: ModelCoordinates, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]
 ) -> PyTree:

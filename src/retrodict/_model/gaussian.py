@@ -202,8 +202,7 @@ class Gaussian(eqx.Module):
         scale = unwrap(self.scale_tril)
         if isinstance(scale, Diagonal):
             return jnp.vectorize(jnp.diag, signature="(d)->(d,d)")(scale.std**2)
-        gram = jnp.vectorize(linalg.outer_gram, signature="(d,d)->(d,d)")
-        return gram(jnp.tril(scale))
+        return _covariance(scale)
 
     @property
     def std(self) -> Float[Array, "*batch d"]:
@@ -331,6 +330,12 @@ def check_scale(owner: str, scale: Scale, dim: int) -> None:
             f" {shape}. For independent coordinates pass Diagonal(std)."
         )
     check_lower("scale_tril", scale)
+
+
+@jax.jit
+def _covariance(scale: Float[Array, "*batch d d"]) -> Float[Array, "*batch d d"]:
+    gram = jnp.vectorize(linalg.outer_gram, signature="(d,d)->(d,d)")
+    return gram(jnp.tril(scale))
 
 
 def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:

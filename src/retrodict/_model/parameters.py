@@ -354,11 +354,13 @@ def _refuse_unless_positive(value: Array, owner: str, what: str) -> None:
         raise ValueError(f"{owner} expects {what} that is positive and finite, got {value}.")
 
 
+@jax.jit
 def _positive(raw: Array) -> Array:
     # Softplus underflows to zero far to the left; the smallest normal number keeps it positive.
     return jax.nn.softplus(raw) + jnp.finfo(raw.dtype).tiny
 
 
+@jax.jit
 def _inverse_softplus(value: Array) -> Array:
     # log(exp(v) - 1) = v + log(1 - exp(-v)), which neither overflows nor cancels.
     return value + jnp.log(-jnp.expm1(-value))

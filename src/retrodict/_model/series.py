@@ -119,8 +119,7 @@ def prepare_series(
     check_columns(ys, "ys", obs_dim)
     observed = _observed_entries(ys, mask, "ys")
     count = prepare_length(length, ys.shape[0])
-    exists = None if count is None else jnp.arange(ys.shape[0]) < count
-    ys, observed = _fill(ys, observed, exists)
+    ys, observed = _fill(ys, observed, count)
     us = prepare_inputs(inputs, ys.shape[0], takes_input, count, input_dim)
     if count is not None and not is_concrete(count):
         # No row would exist for a length below 1. The evidence of no rows is 0, a plausible answer.
@@ -181,14 +180,14 @@ def prepare_batch(
             )
         check_columns(ys, "ys", obs_dim)
         count, num_times = ys.shape[:2]
-        lengths = exists = None
+        lengths = each = exists = None
         if length is not None:
             expected = f"one integer, or one per series ({count})"
             each = np.asarray(to_hosts(length))
             _check_lengths(each, num_times, expected, ((), (count,)))
             each = np.broadcast_to(each, (count,))
             lengths, exists = jnp.asarray(each), np.arange(num_times)[None] < each[:, None]
-        ys, observed = _fill(ys, _observed_entries(ys, mask, "ys"), exists)
+        ys, observed = _fill(ys, _observed_entries(ys, mask, "ys"), each)
         us = _prepare_inputs(inputs, (count, num_times), exists, takes_input, input_dim)
     if observed is not None and is_concrete(observed) and observed.all():
         observed = None
@@ -292,7 +291,9 @@ def prepare_inputs(
     Rows from `length` on may hold anything. They are replaced by the first row, at which kernels
     are defined.
     """
-    exists = None if length is None else jnp.arange(num_times) < length
+    exists = None
+    if inputs is not None and length is not None:
+        exists = jnp.arange(num_times) < length
     return _prepare_inputs(inputs, (num_times,), exists, takes_input, input_dim)
 
 
@@ -380,15 +381,27 @@ def fill_padding(tree: T, exists: Bool[Array, "time"] | None) -> T:
     return jax.tree.map(lambda leaf: where_rows(exists, leaf, leaf[:1]), tree)
 
 
-def _fill(ys: Array, observed: Array | None, exists: Any) -> tuple[Array, Array | None]:
+def _fill(ys: Array, observed: Array | None, length: Any) -> tuple[Array, Array | None]:
     """Mask rows that do not exist, put zero where nothing was observed, and refuse infinities."""
-    if exists is not None:
-        exists = jnp.broadcast_to(exists[..., None], ys.shape)
-        observed = exists if observed is None else observed & exists
-    if observed is not None:
-        ys = jnp.where(observed, ys, 0.0)
+    if observed is not None or length is not None:
+        ys, observed = _masked(ys, observed, length)
     check_finite(ys, "ys", allow_nan=True)
     return ys, observed
+
+
+# Jitted, like `_not_nan`: outside of a compiled program, every operation is compiled by itself.
+@jax.jit
+def _masked(ys: Array, observed: Array | None, length: Any) -> tuple[Array, Array]:
+    entries = jnp.ones(ys.shape, bool) if observed is None else observed
+    if length is not None:
+        exists = jnp.arange(ys.shape[-2]) < length[..., None]
+        entries = entries & exists[..., None]
+    return jnp.where(entries, ys, 0.0), entries
+
+
+@jax.jit
+def _not_nan(ys: Array, mask: Array | None) -> Array:
+    return ~jnp.isnan(ys) if mask is None else mask & ~jnp.isnan(ys)
 
 
 def _observed_entries(ys: Array, mask: Any, name: str) -> Array | None:
@@ -401,5 +414,5 @@ def _observed_entries(ys: Array, mask: Any, name: str) -> Array | None:
                 f"mask=True declares that nothing is missing, and {name} holds NaN. Leave mask out:"
                 " NaN then marks a missing entry."
             )
-        return None if mask or missing is False else ~jnp.isnan(ys)
-    return as_boolean_array(mask, "mask", ys.shape, name) & ~jnp.isnan(ys)
+        return None if mask or missing is False else _not_nan(ys, None)
+    return _not_nan(ys, as_boolean_array(mask, "mask", ys.shape, name))

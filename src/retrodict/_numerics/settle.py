@@ -85,6 +85,7 @@ def _plain_scan(
 def _settling_loop(
     step: Step, settled: Settled, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
 ) -> tuple[PyTree, PyTree]:
+    step = jax.jit(step, inline=True)  # so that it is traced once for its shapes and for the loop
     rows = jax.tree.map(lambda leaf: leaf[::-1], rows) if reverse else rows
     changes = _changes(rows, count)
     # The first position after k at which a row differs from the one before it.
@@ -149,6 +150,7 @@ def _plain_map(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
 
 
 def _settling_batches(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
+    fn = jax.jit(fn, inline=True)  # as in `_settling_loop`
     count = jax.tree.leaves(rows)[0].shape[0]
     changes = _changes(rows, count)
     distinct = jnp.nonzero(changes, size=count + size, fill_value=count - 1)[0]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,6 +19,8 @@ from retrodict._model import Series, StateSpaceModel, check_densities, is_linear
 from retrodict._smooth.check import BatchCheck, SeriesReference, check_chains, pick, run_references
 from retrodict._smooth.simulate_like import MAX_ROWS, NonFiniteSimulation, simulate_batch
 from retrodict._smooth.smoothed import Method, Smoothed
+
+T = TypeVar("T")
 
 METHODS = ("auto", "exact", "linearised", "amortised")
 
@@ -154,7 +156,7 @@ def smooth(
     moments = _marginals(draw_key, answer.chains, estimator, batch.num_series)
     chains = answer.chains
     if jnp.ndim(ys) == 2:
-        moments, chains = pick((moments, chains), 0)
+        moments, chains = _only((moments, chains))
     return Smoothed(
         moments.mean,
         moments.covariance,
@@ -346,7 +348,22 @@ def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
 
 def _over_series(smoother: Callable[..., Any], batch: Series) -> Any:
     """Apply a smoother of one series to a batch."""
+    if batch.num_series == 1:  # a program for a batch takes twice as long to trace
+        series = _only(batch)
+        return _as_batch(smoother(series.ys, **series.options()))
     return eqx.filter_vmap(lambda series: smoother(series.ys, **series.options()))(batch)
+
+
+@eqx.filter_jit
+def _only(batch: T) -> T:
+    """Return the only element of a batch."""
+    return pick(batch, 0)
+
+
+@eqx.filter_jit
+def _as_batch(element: T) -> T:
+    """Return a batch of one element."""
+    return jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, element)
 
 
 def _marginals(
@@ -354,6 +371,8 @@ def _marginals(
 ) -> Marginals:
     """Compute the moments of the chains of a batch."""
     if isinstance(chains, LinearGaussianChain):
+        if count == 1:
+            return _as_batch(marginals(_only(chains), estimator=ClosedForm()))
         return eqx.filter_vmap(lambda chain: marginals(chain, estimator=ClosedForm()))(chains)
     # One chain at a time: the paths of all of them may not fit into memory.
     by_series = [

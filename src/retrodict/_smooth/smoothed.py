@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
-from retrodict._arrays import PRNGKey, as_real_array, check_count
+from retrodict._arrays import PRNGKey, as_probabilities, check_count
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._families import AbstractFamily
 from retrodict._model import StateSpaceModel
@@ -86,15 +86,10 @@ class Smoothed(eqx.Module):
         Returns:
             Quantiles, with the axes of `probabilities` first.
         """
-        levels = as_real_array(probabilities, "probabilities").astype(self.mean.dtype)
-        if not bool(jnp.all((levels > 0) & (levels < 1))):
-            raise ValueError(
-                f"`probabilities` must be strictly between 0 and 1, got {probabilities}."
-            )
+        levels = as_probabilities(probabilities, "probabilities").astype(self.mean.dtype)
         flat = levels.reshape(-1)
         if isinstance(self.chain, LinearGaussianChain):
-            std = jnp.sqrt(jnp.diagonal(self.covariance, axis1=-2, axis2=-1))
-            quantiles = self.mean[None] + ndtri(flat).reshape(-1, *[1] * self.mean.ndim) * std[None]
+            quantiles = _gaussian_quantiles(self.mean, self.covariance, flat)
         else:
             if num_samples is None:
                 size = self.mean.shape[-2] * self.mean.shape[-1]
@@ -116,6 +111,12 @@ class Smoothed(eqx.Module):
     def __repr__(self) -> str:
         trust = "" if self.trustworthy else ", not trustworthy"
         return f"Smoothed(mean of shape {self.mean.shape}, {self.method}{trust}: {self.reason})"
+
+
+@jax.jit
+def _gaussian_quantiles(mean: Array, covariance: Array, levels: Array) -> Array:
+    std = jnp.sqrt(jnp.diagonal(covariance, axis1=-2, axis2=-1))
+    return mean[None] + ndtri(levels).reshape(-1, *[1] * mean.ndim) * std[None]
 
 
 @eqx.filter_jit

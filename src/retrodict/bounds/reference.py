@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from scipy.special import gammaincinv, logsumexp
 
 from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains import LinearGaussianChain
@@ -197,7 +196,7 @@ def root_mean_square(values: Any) -> float:
 
 def log_mean_exp(values: np.ndarray) -> float:
     """Return log(mean(exp(values)))."""
-    return float(logsumexp(values) - np.log(len(values)))
+    return float(np.logaddexp.reduce(values) - np.log(len(values)))
 
 
 def _rows(series: Series) -> int:
@@ -298,6 +297,8 @@ def _largest_error(difference: float, num_runs: int) -> float:
     3. If the share of a mode is noisy, this estimate has K − 1 degrees of freedom, so that few runs
        often agree by chance: the limit holds with probability 1 − `DOUBT`.
     """
+    from scipy.special import gammaincinv  # here, since this import takes 0.1 s
+
     freedom = num_runs - 1
     error = difference * np.sqrt(freedom) / num_runs
     return float(error * np.sqrt(0.5 * freedom / gammaincinv(0.5 * freedom, DOUBT)))

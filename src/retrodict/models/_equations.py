@@ -86,7 +86,14 @@ class Regular(AbstractParameter):
     @property
     def value(self) -> LinearGaussianKernel:
         """The kernel."""
-        return LinearGaussianKernel(*unwrap(self.fn).at(jnp.ones(())))
+        return LinearGaussianKernel(*_at_unit_step(self.fn))
+
+
+# Jitted, as is the stationary law: outside of a compiled program, every operation would be compiled
+# by itself.
+@eqx.filter_jit
+def _at_unit_step(equation: AbstractEquation) -> tuple[Any, Any, Any]:
+    return unwrap(equation).at(jnp.ones(()))
 
 
 class Stationary(AbstractTied):
@@ -110,6 +117,11 @@ def _stationary_law(transition: Any) -> Gaussian:
             f" {type(transition).__name__}. Unwrap the model before replacing its transition, or"
             " give it a Gaussian prior."
         )
+    return _stationary_law_of(equation)
+
+
+@eqx.filter_jit
+def _stationary_law_of(equation: AbstractEquation) -> Gaussian:
     return unwrap(equation).stationary()
 
 

@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy.special import boxcox
 
 K_HAT_GOOD = 0.7
 """Up to this Pareto shape, importance weights correct a posterior reliably (Vehtari et al.)."""
@@ -58,8 +57,9 @@ def pareto_smoothed(log_weights: Any) -> tuple[np.ndarray, float]:
         size, k_hat = excess.size, math.inf
         if size >= FEWEST:
             k_hat, scale = _zhang_stephens(excess)
-            # The quantile of probability p is the Box-Cox transform of 1/(1 − p).
-            quantiles = scale * boxcox(1.0 / (1.0 - (np.arange(size) + 0.5) / size), k_hat)
+            # The quantile of probability p is scale ((1 − p)^(−k̂) − 1) / k̂.
+            reach = -np.log1p(-(np.arange(size) + 0.5) / size)
+            quantiles = scale * (np.expm1(k_hat * reach) / k_hat if k_hat else reach)
             # A stable order keeps the order of ties.
             largest = np.argsort(logs, kind="stable")[-size:]
             logs[largest] = np.log(np.minimum(threshold + quantiles, 1.0))

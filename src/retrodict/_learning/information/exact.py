@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from scipy.special import expit
 
 from retrodict._arrays import Scalar
 from retrodict._exact import Grid, Kind, grid_smoother, increments, kind_of, log_evidence_of
@@ -211,7 +210,7 @@ def _edges_of(
             slope, near = 1.0, abs(theta[i]) > FAR_OUT
         else:
             value = np.logaddexp(0.0, theta[i])
-            slope = value / expit(theta[i])  # of the coordinate in log v
+            slope = value / -np.expm1(-value)  # of the coordinate in log v: v / sigmoid(theta)
             near = value < NEGLIGIBLE * spread
         flat = abs(score[i] * slope) < FLAT and abs(information[i, i] * slope**2) < FLAT
         if near and flat:

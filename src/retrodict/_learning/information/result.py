@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from jax.scipy.special import ndtri
 from jaxtyping import Array, Bool, Float, PyTree
-from scipy.special import ndtri
 
 from retrodict._learning.coordinates import ModelCoordinates
 from retrodict._model import StateSpaceModel
@@ -212,7 +212,7 @@ def quantities(
     unknown = loose | edge
 
     steps = slopes @ inverted.covariance / np.where(errors > 0, errors, 1.0)[:, None]
-    steps = jnp.asarray(ndtri(0.5 + level / 2) * steps, theta.dtype)
+    steps = jnp.asarray(ndtri(jnp.asarray(0.5 + level / 2)) * steps, theta.dtype)
     ends = _ends(coordinates, read, theta, steps)
     span = np.concatenate([np.asarray(ends), np.asarray(value)[:, None]], axis=1)
     monte_carlo = np.zeros_like(errors)
