@@ -10,21 +10,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from retrodict._numerics import (
-    Conditioning,
+    BATCH_SIZE,
     Reversal,
     condition_standard,
+    in_batches,
     linalg,
     lower_factor,
     predict_scale,
     reverse_scale,
     scales_agree,
-    settling_map,
     settling_scan,
     shrinkage_of,
 )
-
-CHUNK = 32
-"""The number of backward kernels per batch, which fit into the cache of a CPU."""
 
 
 class Prior(NamedTuple):
@@ -84,18 +81,17 @@ def sequential_gains(
     later_designs = None if varying[2] is None else varying[2][1:]
     real = None if exists is None else exists[1:]
     predicted = lower_factor(prior)
-    first = linalg.matmul(
-        predicted, shrinkage_of(linalg.matmul(design[0] if design.ndim == 3 else design, predicted))
+    first_design = design[0] if design.ndim == 3 else design
+    conditioning = condition_standard(linalg.matmul(first_design, predicted))
+    scale = linalg.matmul(predicted, conditioning.shrinkage)
+    gain = linalg.matmul(predicted, conditioning.gain)
+    first = (scale, gain, conditioning.whitener)
+    rows = (*varying[:2], later_designs, real)
+    _, (*later, reversal) = settling_scan(
+        _advance, scales_agree, fixed, scale, rows, count - 1, finish=_gains_of_steps
     )
-    _, (later, later_predicted, directions) = settling_scan(
-        _advance, scales_agree, fixed, first, (*varying[:2], later_designs, real), count - 1
-    )
-    scales = jnp.concatenate([first[None], later])
-    predictions = jnp.concatenate([predicted[None], later_predicted])
-    conditioning, gain = settling_map(_condition, fixed[2], (predictions, varying[2]), CHUNK)
-    rows = (scales[:-1], *varying[:2], later_predicted, directions, _tail(conditioning))
-    reversal = settling_map(_reverse, fixed[:2], rows, CHUNK)
-    return Gains(scales, gain, conditioning.whitener, without_padding(reversal, exists))
+    filtering = (jnp.concatenate([one[None], rest]) for one, rest in zip(first, later, strict=True))
+    return Gains(*filtering, without_padding(reversal, exists))
 
 
 def backward_gains(
@@ -116,16 +112,32 @@ def backward_gains(
         designs: the whitened designs of these rows.
         exists: which rows exist; `None` if all of them do.
     """
-    conditioning, _ = settling_map(_condition, None, (predicted, designs), CHUNK)
-    rows = (scales[:-1], transition.weight, transition.scale, predicted, directions, conditioning)
-    return without_padding(settling_map(_reverse, (None, None), rows, CHUNK), exists)
+    rows = (transition.weight, transition.scale, designs, None)
+    steps = FilterStep(scales[:-1], predicted, directions, scales[1:])
+    fixed = (None, None, None)
+    *_, reversal = in_batches(
+        lambda batch: _gains_of_steps(fixed, *batch), (rows, steps), BATCH_SIZE
+    )
+    return without_padding(reversal, exists)
 
 
-def _advance(fixed: tuple, scale: Array, row: tuple) -> tuple[Array, tuple]:
-    """Return the filtering scale S_k from S_{k-1}, with B_k and the directions q_k."""
+class FilterStep(NamedTuple):
+    """One step of the recursion: S_{k-1}, B_k, the directions q_k, and S_k.
+
+    The directions are `None` for larger states: `_gains_of_steps` computes them in batches.
+    """
+
+    before: Array
+    predicted: Array
+    directions: Array | None
+    after: Array
+
+
+def _advance(fixed: tuple, scale: Array, row: tuple) -> tuple[Array, FilterStep]:
+    """Return the filtering scale S_k from S_{k-1}, and the step."""
     *varying, exists = row
     weight, noise, design = _join(fixed, tuple(varying))
-    if scale.shape[0] > linalg.UNROLLED:  # `_reverse` computes the directions in batches
+    if scale.shape[0] > linalg.UNROLLED:
         rows = jnp.concatenate([linalg.matmul(weight, scale), noise], axis=1)
         predicted, directions = lower_factor(rows), None
     else:
@@ -133,25 +145,26 @@ def _advance(fixed: tuple, scale: Array, row: tuple) -> tuple[Array, tuple]:
     after = linalg.matmul(predicted, shrinkage_of(linalg.matmul(design, predicted)))
     if exists is not None:
         after = jnp.where(exists, after, scale)
-    return after, (after, predicted, directions)
+    return after, FilterStep(scale, predicted, directions, after)
 
 
-def _condition(fixed_design: Array | None, rows: tuple) -> tuple[Conditioning, Array]:
-    """Return the update of the standard coordinates by each row, and its gain on states."""
-    predicted, design = rows
-    design = _repeated(fixed_design, design, len(predicted))
+def _gains_of_steps(
+    fixed: tuple, rows: tuple, steps: FilterStep
+) -> tuple[Array, Array, Array, Reversal]:
+    """Return the filtering scales, gains and whiteners of a batch of steps, and the reversals."""
+    *varying, _ = rows
+    weight, noise, design = (
+        _repeated(constant, each, len(steps.before))
+        for constant, each in zip(fixed, varying, strict=True)
+    )
     product = jax.vmap(linalg.matmul)
-    conditioning = condition_standard(product(design, predicted))
-    return conditioning, product(predicted, conditioning.gain)
-
-
-def _reverse(fixed: tuple, rows: tuple) -> Reversal:
-    scale, weight, noise, predicted, directions, conditioning = rows
-    weight = _repeated(fixed[0], weight, len(scale))
-    noise = _repeated(fixed[1], noise, len(scale))
+    conditioning = condition_standard(product(design, steps.predicted))
+    gain = product(steps.predicted, conditioning.gain)
+    predicted, directions = steps.predicted, steps.directions
     if directions is None:
-        predicted, directions = predict_scale(scale, weight, noise)
-    return reverse_scale(scale, weight, noise, predicted, directions, conditioning)
+        predicted, directions = predict_scale(steps.before, weight, noise)
+    reversal = reverse_scale(steps.before, weight, noise, predicted, directions, conditioning)
+    return steps.after, gain, conditioning.whitener, reversal
 
 
 def _repeated(constant: Array | None, varying: Any, count: int) -> Array:
@@ -180,7 +193,3 @@ def split_constant(arrays: tuple, ranks: tuple[int, ...]) -> tuple[tuple, tuple]
 
 def _join(fixed: tuple, varying: tuple) -> tuple:
     return tuple(b if a is None else a for a, b in zip(fixed, varying, strict=True))
-
-
-def _tail(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[1:], tree)

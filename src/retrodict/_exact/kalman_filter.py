@@ -108,26 +108,28 @@ def _filter_means(
 ) -> tuple[Filtered, Scalar]:
     """Compute m_k = a_k + K_k (v_k − H_k a_k), a_k = w m_{k-1} + b, and the log density."""
     count = data.value.shape[0]
-    design, apply = over_time(data.design, 3, count), jax.vmap(linalg.matvec)
-    weight = over_time(transition.weight, 3, count - 1)
+    first_design = data.design[0] if data.design.ndim == 3 else data.design
+    design = data.design[1:] if data.design.ndim == 3 else data.design
+    weight = transition.weight
     bias = over_time(transition.bias, 2, count - 1)
-    first = start + linalg.matvec(gains.gain[0], data.value[0] - linalg.matvec(design[0], start))
+    first_innovation = data.value[0] - linalg.matvec(first_design, start)
+    first = start + linalg.matvec(gains.gain[0], first_innovation)
     shift = None
     if data.slope is not None:
-        shift = apply(gains.scale, apply(jnp.swapaxes(gains.scale, -1, -2), data.slope))
+        shift = _apply(gains.scale, _apply(jnp.swapaxes(gains.scale, -1, -2), data.slope))
         first, shift = first + shift[0], shift[1:]
     later = None if exists is None else exists[1:]
-    updates = Updates(weight, bias, gains.gain[1:], design[1:], data.value[1:], shift, later)
+    updates = Updates(weight, bias, gains.gain[1:], design, data.value[1:], shift, later)
     if parallel:
         means = _means_in_parallel(updates, first, parallel)
     else:
         means = jnp.concatenate([first[None], _later_means(updates, first)])
-    moved = apply(weight, means[:-1]) + bias
+    moved = _apply(weight, means[:-1]) + bias
     if exists is not None:
         moved = jnp.where(exists[1:, None], moved, means[:-1])
     predicted = prepended(start, moved, parallel)
-    innovation = data.value - apply(design, predicted)
-    white = apply(gains.whitener, innovation)
+    innovation = data.value - _apply(data.design, predicted)
+    white = _apply(gains.whitener, innovation)
     pivots = jnp.diagonal(gains.whitener, axis1=-2, axis2=-1)
     log_prob = jnp.sum(jnp.log(pivots)) - 0.5 * jnp.sum(white**2)
     if data.slope is not None and data.squares is not None:
@@ -135,16 +137,21 @@ def _filter_means(
     return Filtered(gains, means, predicted, innovation, data.slope), log_prob
 
 
+def _apply(matrices: Float[Array, "*time r c"], xs: Float[Array, "time c"]) -> Array:
+    """Multiply the vector of each row by its matrix, or by the one that all rows share."""
+    return jax.vmap(linalg.matvec, in_axes=(0 if matrices.ndim == 3 else None, 0))(matrices, xs)
+
+
 class Updates(NamedTuple):
-    """The recursion of filtering means from row 1 on."""
+    """The recursion of filtering means from row 1 on; weight and design may be constant."""
 
     weight: Float[Array, "*steps state state"]
-    bias: Float[Array, "*steps state"]
-    gain: Float[Array, "*steps state whitened"]
+    bias: Float[Array, "steps state"]
+    gain: Float[Array, "steps state whitened"]
     design: Float[Array, "*steps whitened state"]
-    value: Float[Array, "*steps whitened"]
-    shift: Float[Array, "*steps state"] | None
-    exists: Bool[Array, "*steps"] | None
+    value: Float[Array, "steps whitened"]
+    shift: Float[Array, "steps state"] | None
+    exists: Bool[Array, "steps"] | None
 
 
 def _later_means(updates: Updates, first: Float[Array, "state"]) -> Float[Array, "steps state"]:
@@ -154,20 +161,28 @@ def _later_means(updates: Updates, first: Float[Array, "state"]) -> Float[Array,
     K v cancel to the small product of K and the innovation. In the first rows after a wide prior
     this costs all digits of float32.
     """
-    d, product = first.shape[0], jax.vmap(linalg.matmul)
+    d = first.shape[0]
     weight, bias, gain, design, value, shift, exists = updates
-    maps = jnp.concatenate([weight, product(design, weight)], axis=1)
-    value = value - jax.vmap(linalg.matvec)(design, bias)
+    is_constant = weight.ndim == design.ndim == 2
+    if is_constant:
+        fixed = jnp.concatenate([weight, linalg.matmul(design, weight)])
+        varying = None
+    else:
+        product = jax.vmap(linalg.matmul)
+        weight, design = (over_time(part, 3, len(value)) for part in (weight, design))
+        fixed = None
+        varying = jnp.concatenate([weight, product(design, weight)], axis=1)
+    value = value - _apply(design, bias)
 
     def step(mean: Array, row: tuple) -> tuple[Array, Array]:
         maps, bias, gain, value, shift, exists = row
-        moved = linalg.matvec(maps, mean)  # w m and H w m
+        moved = linalg.matvec(fixed if is_constant else maps, mean)  # w m and H w m
         after = moved[:d] + bias + linalg.matvec(gain, value - moved[d:])
         after = after if shift is None else after + shift
         after = after if exists is None else jnp.where(exists, after, mean)
         return after, after
 
-    return jax.lax.scan(step, first, (maps, bias, gain, value, shift, exists))[1]
+    return jax.lax.scan(step, first, (varying, bias, gain, value, shift, exists))[1]
 
 
 def _means_in_parallel(
@@ -175,6 +190,7 @@ def _means_in_parallel(
 ) -> Float[Array, "time state"]:
     """Compose the affine maps m_k = (I − K_k H_k) w m_{k-1} + g_k."""
     weight, bias, gain, design, value, shift, exists = updates
+    weight, design = (over_time(part, 3, len(value)) for part in (weight, design))
     apply, product = jax.vmap(linalg.matvec), jax.vmap(linalg.matmul)
     drives = bias + apply(gain, value - apply(design, bias))
     drives = drives if shift is None else drives + shift

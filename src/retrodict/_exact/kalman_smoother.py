@@ -182,11 +182,9 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
         shift = jnp.zeros_like(series.ys)
         if kernel.input_weight is not None:
             shift = jax.vmap(lambda u: kernel.at(u).bias - kernel.bias)(series.inputs)
-        fixed = LinearGaussianKernel(kernel.weight, kernel.bias, kernel.scale_tril)
-        design, value, constant = jax.vmap(one, in_axes=(None, 0, None), out_axes=(None, 0, None))(
-            fixed, series.ys - shift, None
-        )
-        return Whitened(design, value), constant * series.num_times
+        residuals = series.ys - shift - kernel.bias[None]
+        design, value, constant = whiten(kernel.weight, kernel.scale_tril, residuals.T, None)
+        return Whitened(design, value.T), constant * series.num_times
 
     if kernel.takes_input:
         rows = jax.vmap(lambda u, y, m: one(kernel.at(u), y, m))

@@ -51,10 +51,12 @@ class Reduced(NamedTuple):
 def whiten(
     weight: Float[Array, "obs state"],
     scale: Scale,
-    residual: Float[Array, "obs"],
+    residual: Float[Array, "obs ..."],
     mask: Bool[Array, "obs"] | None,
-) -> tuple[Float[Array, "obs state"], Float[Array, "obs"], Scalar]:
+) -> tuple[Float[Array, "obs state"], Float[Array, "obs ..."], Scalar]:
     """Transform y − b = w x + s ε into observations with unit noise.
+
+    Without a mask, `residual` may be a matrix with one observation per column.
 
     Returns:
         The design, the values, and the constant that the change of variables adds to the log

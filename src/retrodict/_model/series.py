@@ -394,8 +394,8 @@ def _fill(ys: Array, observed: Array | None, length: Any) -> tuple[Array, Array 
 def _masked(ys: Array, observed: Array | None, length: Any) -> tuple[Array, Array]:
     entries = jnp.ones(ys.shape, bool) if observed is None else observed
     if length is not None:
-        exists = jnp.arange(ys.shape[-2]) < length[..., None]
-        entries = entries & exists[..., None]
+        rows = jax.lax.broadcasted_iota(length.dtype, (*ys.shape[:-1], 1), ys.ndim - 2)
+        entries = entries & (rows < length[..., None, None])
     return jnp.where(entries, ys, 0.0), entries
 
 

@@ -7,6 +7,7 @@ from retrodict._numerics.associative_scan import affine_suffix_paths as affine_s
 from retrodict._numerics.associative_scan import affine_suffix_scan as affine_suffix_scan
 from retrodict._numerics.associative_scan import linear_recurrence as linear_recurrence
 from retrodict._numerics.associative_scan import prefix_scan as prefix_scan
+from retrodict._numerics.batched_map import in_batches as in_batches
 from retrodict._numerics.batched_map import in_parts as in_parts
 from retrodict._numerics.gaussian_law import GaussianLaw as GaussianLaw
 from retrodict._numerics.gaussian_law import condition as condition
@@ -20,9 +21,9 @@ from retrodict._numerics.nonsingular_law import inverse_of_upper_factor as inver
 from retrodict._numerics.nonsingular_law import product as product
 from retrodict._numerics.nonsingular_law import shared_product as shared_product
 from retrodict._numerics.nonsingular_law import transposed as transposed
+from retrodict._numerics.settle import BATCH_SIZE as BATCH_SIZE
 from retrodict._numerics.settle import curvatures_agree as curvatures_agree
 from retrodict._numerics.settle import scales_agree as scales_agree
-from retrodict._numerics.settle import settling_map as settling_map
 from retrodict._numerics.settle import settling_scan as settling_scan
 from retrodict._numerics.standard import Conditioning as Conditioning
 from retrodict._numerics.standard import Reversal as Reversal

@@ -1,13 +1,12 @@
-"""Scans and maps over time that skip repeated work.
+"""Scans over time that skip repeated steps.
 
 In a linear-Gaussian model the covariances depend on the parameters and on the mask, not on the
 data. If the parameters are constant in time they converge within a few steps. `settling_scan` stops
 when its carry no longer changes and continues at the next change of its inputs, for example at a
-gap in the data. `settling_map` evaluates a function once per run of equal rows. Both return the
-values of the plain loop, to rounding.
+gap in the data. It returns the values of the plain loop, to rounding.
 
-Both loops have a number of steps that is known only at run time. Under differentiation, and under
-`vmap` over their arguments, the plain loop runs instead.
+The number of its steps is known only at run time. Under differentiation, and under `vmap` over its
+arguments, the plain loop runs instead.
 """
 
 from collections.abc import Callable
@@ -17,12 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from retrodict._numerics.batched_map import in_batches
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`step(fixed, carry, row)` returns the next carry and an output, and closes over no tracers."""
+
+Finish = Callable[[Any, Any, Any], PyTree]
+"""`finish(fixed, rows, outputs)` maps the outputs of a batch of steps, each by itself."""
+
+BATCH_SIZE = 32
+"""The number of outputs per call of `finish`, which fit into the cache of a CPU."""
 
 WINDOW = 16
 """The number of steps over which a carry must not change. A slower drift is below rounding."""
@@ -39,6 +44,7 @@ def settling_scan(
     rows: PyTree,
     count: int,
     *,
+    finish: Finish | None = None,
     reverse: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Return `lax.scan(partial(step, fixed), init, rows, count)`, without its repeated steps.
@@ -50,40 +56,65 @@ def settling_scan(
         init: the first carry.
         rows: arrays with a leading axis of size `count`, or `None`.
         count: the number of steps.
+        finish: a function of the outputs that is evaluated in batches, for work that needs no
+            carry; it closes over no tracers.
         reverse: whether to start at the last row.
 
     Returns:
         The last carry, and the outputs of all steps.
     """
     if count == 0:
-        return lax.scan(partial(step, fixed), init, rows, count)
-    return _settling_scan(step, settled, count, reverse, fixed, init, rows)
+        return _plain_scan(step, finish, count, reverse, fixed, init, rows)
+    return _settling_scan(step, settled, finish, count, reverse, fixed, init, rows)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _settling_scan(
-    step: Step, settled: Settled, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
+    step: Step,
+    settled: Settled,
+    finish: Finish | None,
+    count: int,
+    reverse: bool,
+    fixed: Any,
+    init: Any,
+    rows: Any,
 ) -> tuple[PyTree, PyTree]:
-    loop = partial(_settling_loop, step, settled, count, reverse)
-    return _unless_batched(loop, partial(_plain_scan, step, count, reverse))(fixed, init, rows)
+    loop = partial(_settling_loop, step, settled, finish, count, reverse)
+    plain = partial(_plain_scan, step, finish, count, reverse)
+    return _unless_batched(loop, plain)(fixed, init, rows)
 
 
 @_settling_scan.defjvp
 def _settling_scan_jvp(
-    step: Step, settled: Settled, count: int, reverse: bool, primals: tuple, tangents: tuple
+    step: Step,
+    settled: Settled,
+    finish: Finish | None,
+    count: int,
+    reverse: bool,
+    primals: tuple,
+    tangents: tuple,
 ) -> tuple[PyTree, PyTree]:
-    return jax.jvp(partial(_plain_scan, step, count, reverse), primals, tangents)
+    return jax.jvp(partial(_plain_scan, step, finish, count, reverse), primals, tangents)
 
 
 def _plain_scan(
-    step: Step, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
+    step: Step, finish: Finish | None, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
 ) -> tuple[PyTree, PyTree]:
-    out = lax.scan(partial(step, fixed), init, rows, count, reverse=reverse)
-    return _batched_alike(out, (fixed, init, rows))
+    last, out = lax.scan(partial(step, fixed), init, rows, count, reverse=reverse)
+    if finish is not None:
+        out = in_batches(lambda batch: finish(fixed, *batch), (rows, out), BATCH_SIZE)
+    return _batched_alike((last, out), (fixed, init, rows))
 
 
 def _settling_loop(
-    step: Step, settled: Settled, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
+    step: Step,
+    settled: Settled,
+    finish: Finish | None,
+    count: int,
+    reverse: bool,
+    fixed: Any,
+    init: Any,
+    rows: Any,
 ) -> tuple[PyTree, PyTree]:
     step = jax.jit(step, inline=True)  # so that it is traced once for its shapes and for the loop
     rows = jax.tree.map(lambda leaf: leaf[::-1], rows) if reverse else rows
@@ -91,86 +122,65 @@ def _settling_loop(
     # The first position after k at which a row differs from the one before it.
     starts = jnp.where(changes, jnp.arange(count), count)
     next_change = jnp.append(lax.cummin(starts, reverse=True)[1:], count)
-    _, out = jax.eval_shape(step, fixed, init, jax.tree.map(lambda leaf: leaf[0], rows))
-    buffers = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), out)
+    _, out = jax.eval_shape(step, fixed, init, _at(rows, 0))
 
     def advance(state: tuple) -> tuple:
-        k, carry, (earlier, age), buffers, computed = state
-        after, out = step(fixed, carry, jax.tree.map(lambda leaf: leaf[k], rows))
-        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[k].set(leaf), buffers, out)
+        k, carry, (earlier, age), buffers, (total, places) = state
+        after, out = step(fixed, carry, _at(rows, k))
+        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[total].set(leaf), buffers, out)
         # A small step alone may be one of many in the same direction.
         restart = changes[k] | (age == WINDOW)
         earlier = jax.tree.map(lambda old, new: jnp.where(restart, new, old), earlier, carry)
         age = jnp.where(restart, 1, age + 1)
         done = (age == WINDOW) & settled(carry, after) & settled(earlier, after)
         k_next = jnp.where(done, next_change[k], k + 1)
-        return k_next, after, (earlier, age), buffers, computed.at[k].set(True)
+        return k_next, after, (earlier, age), buffers, (total + 1, places.at[total].set(k))
 
     zero = jnp.zeros((), next_change.dtype)
-    start = (zero, init, (init, zero), buffers, jnp.zeros(count, bool))
-    _, last, _, buffers, computed = lax.while_loop(lambda state: state[0] < count, advance, start)
-    source = _last_true(computed)
+    places = jnp.full(count, count, next_change.dtype)
+    start = (zero, init, (init, zero), _empty(out, count), (zero, places))
+    _, last, _, buffers, (total, places) = lax.while_loop(
+        lambda state: state[0] < count, advance, start
+    )
+    if finish is not None:
+        buffers = _finish_computed(finish, fixed, rows, buffers, total, places)
+    # The number of the last step up to each row that was computed.
+    source = jnp.searchsorted(places, jnp.arange(count), side="right", method="scan_unrolled") - 1
     source = source[::-1] if reverse else source
-    return last, jax.tree.map(lambda buffer: buffer[source], buffers)
+    return last, _at(buffers, source)
 
 
-def settling_map(
-    fn: Callable[[Any, Any], PyTree], fixed: PyTree, rows: PyTree, size: int
+def _finish_computed(
+    finish: Finish, fixed: Any, rows: Any, outputs: Any, total: Array, places: Array
 ) -> PyTree:
-    """Evaluate `fn` on batches of at most `size` rows, once per run of equal rows.
+    """Evaluate `finish` on the outputs of the steps that were computed, the first `total`."""
+    finish = jax.jit(finish, inline=True)  # as in `_settling_loop`
+    count = places.shape[0]
 
-    Args:
-        fn: `fn(fixed, batch)` maps rows with a leading axis to outputs with a leading axis, one row
-            at a time. It must not close over tracers.
-        fixed: arrays that are the same for all rows.
-        rows: arrays with a leading axis, or `None`.
-        size: the number of rows per call.
-    """
-    count = jax.tree.leaves(rows)[0].shape[0]
-    if count <= size:
-        return fn(fixed, rows)
-    return _settling_map(fn, size, fixed, rows)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _settling_map(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
-    loop = partial(_settling_batches, fn, size)
-    return _unless_batched(loop, partial(_plain_map, fn, size))(fixed, rows)
-
-
-@_settling_map.defjvp
-def _settling_map_jvp(
-    fn: Callable, size: int, primals: tuple, tangents: tuple
-) -> tuple[PyTree, PyTree]:
-    return jax.jvp(partial(_plain_map, fn, size), primals, tangents)
-
-
-def _plain_map(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
-    return _batched_alike(in_batches(partial(fn, fixed), rows, size), (fixed, rows))
-
-
-def _settling_batches(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
-    fn = jax.jit(fn, inline=True)  # as in `_settling_loop`
-    count = jax.tree.leaves(rows)[0].shape[0]
-    changes = _changes(rows, count)
-    distinct = jnp.nonzero(changes, size=count + size, fill_value=count - 1)[0]
-    out = jax.eval_shape(fn, fixed, jax.tree.map(lambda leaf: leaf[:size], rows))
-    buffers = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape[1:]), leaf.dtype), out)
+    def batch_at(chosen: Array) -> PyTree:
+        return finish(fixed, _at(rows, places[chosen]), _at(outputs, chosen))
 
     def advance(state: tuple) -> tuple:
         first, buffers = state
-        chosen = lax.dynamic_slice_in_dim(distinct, first, size)
-        out = fn(fixed, jax.tree.map(lambda leaf: leaf[chosen], rows))
-        # Positions beyond the last distinct row repeat the last row, and store its own value.
-        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[chosen].set(leaf), buffers, out)
-        return first + size, buffers
+        # Positions beyond the last step repeat it: other contents may take a slower path.
+        chosen = jnp.minimum(first + jnp.arange(BATCH_SIZE, dtype=first.dtype), total - 1)
+        buffers = jax.tree.map(
+            lambda buffer, leaf: buffer.at[chosen].set(leaf), buffers, batch_at(chosen)
+        )
+        return first + BATCH_SIZE, buffers
 
-    total = jnp.sum(changes)
-    _, buffers = lax.while_loop(
-        lambda state: state[0] < total, advance, (jnp.zeros((), total.dtype), buffers)
-    )
-    source = _last_true(changes)
-    return jax.tree.map(lambda buffer: buffer[source], buffers)
+    finished = jax.eval_shape(batch_at, jnp.zeros(BATCH_SIZE, total.dtype))
+    each = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), finished)
+    start = (jnp.zeros_like(total), _empty(each, count))
+    return lax.while_loop(lambda state: state[0] < total, advance, start)[1]
+
+
+def _at(tree: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _empty(shapes: PyTree, count: int) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
 
 
 def _unless_batched(loop: Callable, plain: Callable) -> Callable:
@@ -212,11 +222,6 @@ def _changes(rows: PyTree, count: int) -> Bool[Array, "count"]:
         differs = jnp.any(leaf[1:] != leaf[:-1], axis=tuple(range(1, leaf.ndim)))
         changes = changes.at[1:].set(changes[1:] | differs)
     return changes
-
-
-def _last_true(flags: Bool[Array, "count"]) -> Int[Array, "count"]:
-    """Return, for each position, the last position up to it whose flag is true."""
-    return lax.cummax(jnp.where(flags, jnp.arange(flags.shape[0]), 0))
 
 
 def scales_agree(before: Array, after: Array) -> Bool[Array, ""]:
