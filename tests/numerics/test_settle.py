@@ -114,6 +114,10 @@ def test_derivatives_and_batches_are_those_of_the_plain_scan():
     )
 
 
+def weigh_by_square(fixed, rows, outputs):
+    return fixed[0] * rows**2 * outputs[0]
+
+
 @pytest.mark.parametrize("series", [3, 40])
 def test_derivatives_of_compiled_batches_are_those_of_each_series(series):
     # As many series as steps as well: then swapped axes fit, and give wrong numbers.
@@ -121,9 +125,10 @@ def test_derivatives_of_compiled_batches_are_those_of_each_series(series):
 
     def total(weight, rows):
         fixed, init = (weight, jnp.asarray(0.5)), jnp.ones((1, 1))
-        last, out = settling_scan(riccati, scales_agree, fixed, init, rows, 40)
-        mapped = settling_map(lambda fixed, batch: fixed * batch**2, weight, rows[:, 0], 8)
-        return jnp.sum(jnp.sin(last)) + jnp.sum(jnp.arange(40.0) * out[0][:, 0, 0] * mapped[:, 0])
+        last, out = settling_scan(
+            riccati, scales_agree, fixed, init, rows, 40, finish=weigh_by_square
+        )
+        return jnp.sum(jnp.sin(last)) + jnp.sum(jnp.arange(40.0) * out[:, 0, 0])
 
     def of_all(weight):
         return jnp.sum(jax.vmap(jax.jit(total), in_axes=(None, 0))(weight, rows))

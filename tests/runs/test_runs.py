@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import statsmodels.api as sm
 from linear_models import linear_transition_model
 
@@ -308,6 +309,13 @@ def test_fit_has_the_announced_number_of_stages(copy: runs.Run, table: data.Tabl
     log = Told()
     runs.check(again, table, progress=log)
     assert len(log.ended) == runs.NUM_CHECKS
+
+
+@pytest.mark.parametrize(("inside", "hidden"), [(0, 1), (3, 3), (85, 100), (90, 100), (97, 100)])
+def test_coverage_is_tested_as_by_scipy(inside: int, hidden: int):
+    ranks = np.where(np.arange(hidden) < inside, 0.5, 0.999)
+    expected = scipy.stats.binomtest(inside, hidden, 0.9).pvalue
+    assert _residuals.coverage(ranks).p_value == pytest.approx(expected, rel=1e-9)
 
 
 def test_check_reports_numbers_and_coverage(run: runs.Run, monkeypatch):

@@ -90,8 +90,10 @@ def sequential_gains(
     _, (*later, reversal) = settling_scan(
         _advance, scales_agree, fixed, scale, rows, count - 1, finish=_gains_of_steps
     )
-    filtering = (jnp.concatenate([one[None], rest]) for one, rest in zip(first, later, strict=True))
-    return Gains(*filtering, without_padding(reversal, exists))
+    scales, gains, whiteners = (
+        jnp.concatenate([one[None], rest]) for one, rest in zip(first, later, strict=True)
+    )
+    return Gains(scales, gains, whiteners, without_padding(reversal, exists))
 
 
 def backward_gains(

@@ -5,7 +5,7 @@ affine recursion, and everything else is one product per row.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -163,20 +163,18 @@ def _later_means(updates: Updates, first: Float[Array, "state"]) -> Float[Array,
     """
     d = first.shape[0]
     weight, bias, gain, design, value, shift, exists = updates
-    is_constant = weight.ndim == design.ndim == 2
-    if is_constant:
-        fixed = jnp.concatenate([weight, linalg.matmul(design, weight)])
-        varying = None
-    else:
-        product = jax.vmap(linalg.matmul)
-        weight, design = (over_time(part, 3, len(value)) for part in (weight, design))
-        fixed = None
-        varying = jnp.concatenate([weight, product(design, weight)], axis=1)
     value = value - _apply(design, bias)
+    fixed: Any = None
+    varying: Any = None
+    if weight.ndim == design.ndim == 2:
+        fixed = jnp.concatenate([weight, linalg.matmul(design, weight)])
+    else:
+        weight, design = (over_time(part, 3, len(value)) for part in (weight, design))
+        varying = jnp.concatenate([weight, jax.vmap(linalg.matmul)(design, weight)], axis=1)
 
     def step(mean: Array, row: tuple) -> tuple[Array, Array]:
         maps, bias, gain, value, shift, exists = row
-        moved = linalg.matvec(fixed if is_constant else maps, mean)  # w m and H w m
+        moved = linalg.matvec(fixed if maps is None else maps, mean)  # w m and H w m
         after = moved[:d] + bias + linalg.matvec(gain, value - moved[d:])
         after = after if shift is None else after + shift
         after = after if exists is None else jnp.where(exists, after, mean)
