@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from commands import ROWS, time_commands
 from measure import Record, Task
 from race import AGREEMENT, Effort, Entrant, race
 from report import Table, milliseconds, times
@@ -137,6 +138,22 @@ def scaling(quick: bool) -> Outcome:
     return Outcome(records, [table])
 
 
+def commands(quick: bool) -> Outcome:
+    """Measure commands of the command line, with an empty and with a filled cache."""
+    records = time_commands(1 if quick else 5)
+    rows = [
+        [
+            record.label,
+            record.failure or _seconds(record.facts["first_s"]),
+            _seconds(record.best_s),
+            _seconds(record.median_s),
+        ]
+        for record in records
+    ]
+    title = f"commands on a run of a local level with {ROWS} rows"
+    return Outcome(records, [Table(title, ["", "first s", "best s", "median s"], rows)])
+
+
 SUITES: dict[str, Callable[[bool], Outcome]] = {
     "smoother": smoother,
     "gradient": gradient,
@@ -144,6 +161,7 @@ SUITES: dict[str, Callable[[bool], Outcome]] = {
     "batch": batch,
     "compilation": compilation,
     "scaling": scaling,
+    "commands": commands,
 }
 
 

@@ -89,7 +89,11 @@ def test_a_grid_covers_what_few_paths_of_the_prior_reach():
 
 @pytest.mark.slow
 def test_the_reference_of_a_very_sharp_sensor_is_right_or_has_a_problem():
-    """By symmetry both signs have probability ½. Each run of 1,000 particles is off by 0.2."""
+    """By symmetry both signs have probability ½. Each run of 1,000 particles is off by 0.2.
+
+    Without a problem, the standard deviation of their mean is at most 0.1 with probability 0.9. The
+    limit of 0.3 is three of them, and a lost mode is off by 0.5.
+    """
     model = rd.StateSpaceModel(
         rd.Gaussian(jnp.zeros(1), 3.0 * jnp.eye(1)),
         rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.3 * jnp.eye(1)),
@@ -100,4 +104,4 @@ def test_the_reference_of_a_very_sharp_sensor_is_right_or_has_a_problem():
     for seed in range(4):
         result = reference.find_reference(jax.random.key(seed), model, model.series(ys[:, None]))
         off = abs(float(jnp.mean(result.states[:, 0] < 0)) - 0.5)
-        assert result.problem is not None or off < 0.15
+        assert result.problem is not None or off < 0.3

@@ -226,7 +226,8 @@ def test_evidence_and_means_in_float32_under_a_wide_prior(x32, width: float, bou
         log_evidence, mean_32, std_32 = smoothed(np.float32)
     assert log_evidence == pytest.approx(expected, abs=0.5)
     assert np.max(np.abs(mean_32 - mean) / std) < bound
-    np.testing.assert_allclose(std_32, std, rtol=1e-3)
+    # Without XLA's optimisations, as in tests, deviations are off by up to 0.4%.
+    np.testing.assert_allclose(std_32, std, rtol=1e-2)
 
 
 @pytest.mark.parametrize("call", [rd.kalman_smoother, rd.kalman_smoother_batch, rd.smooth])

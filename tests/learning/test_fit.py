@@ -572,15 +572,14 @@ def test_em_ends_near_the_maximum_from_a_start_in_other_units(unit: float):
 
 
 def test_em_keeps_what_no_row_determines(ys):
-    """Series of one row have no transition, and rows that are all missing no emission."""
+    """Series of one row have no transition."""
     model = scalar_model()
-    for rows, part in ((ys[:, :1], "transition"), (jnp.full_like(ys, jnp.nan), "emission")):
-        result = rd.em(jax.random.key(0), model, rows, num_iterations=3)
-        assert np.all(np.isfinite(result.history))
-        after, before = (rd.unwrap(getattr(each, part)) for each in (result.model, model))
-        for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12)
-        assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(rd.unwrap(result.model)))
+    result = rd.em(jax.random.key(0), model, ys[:, :1], num_iterations=3)
+    assert np.all(np.isfinite(result.history))
+    after, before = (rd.unwrap(each.transition) for each in (result.model, model))
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+    assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(rd.unwrap(result.model)))
 
 
 def test_em_stops_where_the_noise_reaches_zero():
@@ -639,6 +638,12 @@ def test_variational_em_learns_linear_part_of_nonlinear_model(ys):
     assert result.family is not None
 
 
+def test_em_and_fit_evidence_refuse_series_without_observed_entries(ys):
+    for learn in (rd.em, rd.fit_evidence):
+        with pytest.raises(ValueError, match=f"{learn.__name__} expects observed entries"):
+            learn(jax.random.key(0), scalar_model(), jnp.full_like(ys, jnp.nan))
+
+
 def test_partly_frozen_kernel_has_no_m_step(ys):
     model = scalar_model()
     half = eqx.tree_at(lambda m: m.transition.bias, model, rd.Frozen(jnp.zeros(1)))
@@ -670,6 +675,7 @@ def test_a_result_can_be_saved_and_loaded(full_fit, tmp_path):
         ({"family": rd.GatedFamily(jax.random.key(0), 2, 1)}, ValueError, "state_dim=1"),
         ({"learn": "everything"}, ValueError, "'family', 'model', 'both'"),
         ({"mask": True, "ys": jnp.full((2, 5, 1), jnp.nan)}, ValueError, "mask=True declares"),
+        ({"ys": jnp.full((2, 5, 1), jnp.nan)}, ValueError, "fit expects observed entries"),
         ({"inputs": jnp.zeros((6, 12, 1))}, ValueError, "takes no inputs"),
         ({"num_steps": 0}, ValueError, "num_steps"),
         ({"family": "gated"}, TypeError, "family"),

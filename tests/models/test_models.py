@@ -414,6 +414,7 @@ def test_autoregressive_evidence_equals_statsmodels(lags: Any, noise: float, mon
     from statsmodels.tsa.statespace.sarimax import SARIMAX
 
     monkeypatch.setattr("retrodict.models._equations.LAG_NOISE", 0.0)
+    jax.clear_caches()  # of programs with the usual noise
     mean, scale = 2.0, 1.3
     model = with_lags([lags], mean=mean, scale=scale, obs_scale=noise or 1e-7)
     other = SARIMAX(WALK, order=(len(lags), 0, 0), trend="c", measurement_error=noise > 0)

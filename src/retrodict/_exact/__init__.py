@@ -22,10 +22,10 @@ from retrodict._exact.kalman_filter import backward_kernels as backward_kernels
 from retrodict._exact.kalman_filter import filter_laws as filter_laws
 from retrodict._exact.kalman_smoother import KalmanPosterior as KalmanPosterior
 from retrodict._exact.kalman_smoother import check_linear_gaussian as check_linear_gaussian
+from retrodict._exact.kalman_smoother import check_values as check_values
 from retrodict._exact.kalman_smoother import kalman_smoother as kalman_smoother
 from retrodict._exact.kalman_smoother import log_evidence_of as log_evidence_of
 from retrodict._exact.kalman_smoother import smooth_series as smooth_series
-from retrodict._exact.kalman_smoother import warn_of_lost_digits as warn_of_lost_digits
 from retrodict._exact.whiten import Whitened as Whitened
 from retrodict._exact.whiten import reduce_rows as reduce_rows
 from retrodict._exact.whiten import whiten as whiten

@@ -227,10 +227,10 @@ def check_values(model: StateSpaceModel, series: Series, parallel: Parallel, own
             f" {np.asarray(pivots)}. An observation without noise has no density: add a small"
             " amount of noise."
         )
-    warn_of_lost_digits(model, series, owner)
+    _warn_of_lost_digits(model, series, owner)
 
 
-def warn_of_lost_digits(model: StateSpaceModel, series: Series, owner: str) -> None:
+def _warn_of_lost_digits(model: StateSpaceModel, series: Series, owner: str) -> None:
     """Warn if float32 visibly rounds known observations, which are much larger than their noise.
 
     The errors of smoothed means are this rounding error, times a factor of up to some hundreds if

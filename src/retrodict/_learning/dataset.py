@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from retrodict._arrays import PRNGKey, Scalar
+from retrodict._arrays import PRNGKey, Scalar, known_values
 from retrodict._model import Series, StateSpaceModel, prepare_batch, prepare_data
 from retrodict.distributed import (
     is_multi_process,
@@ -328,7 +328,13 @@ def hash_series(series: Series) -> np.ndarray:
 
 
 def batch_for(
-    model: StateSpaceModel, ys: Any, *, mask: Any, inputs: Any, length: Any, owner: str
+    model: StateSpaceModel,
+    ys: Any,
+    *,
+    mask: Any,
+    inputs: Any,
+    length: Any,
+    learner: str | None = None,
 ) -> Series:
     """Return the series of a batch, checked against an unwrapped model.
 
@@ -338,7 +344,7 @@ def batch_for(
         mask: true where an entry was observed.
         inputs: inputs.
         length: the number of existing rows.
-        owner: the calling function, for messages.
+        learner: the calling function if it learns from the series, which needs observed entries.
     """
     batch = prepare_batch(
         ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
@@ -346,4 +352,7 @@ def batch_for(
     first = batch.at(0)
     first = to_hosts(first) if is_multi_process(first) else first
     prepare_data(model, first.ys, inputs=first.inputs)
+    observed = None if batch.mask is None else known_values(batch.mask)
+    if learner is not None and observed is not None and not observed.any():
+        raise ValueError(f"{learner} expects observed entries in ys, got none: all are missing.")
     return batch

@@ -110,7 +110,7 @@ def em(
             "em expects a family with linear-Gaussian chains, whose moments the M-step uses, got"
             f" {type(family).__name__}. Use fit(..., learn='both'), or GatedFamily."
         )
-    batch = batch_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, owner="em")
+    batch = batch_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, learner="em")
     rows, history, status = int(Minibatch.on_devices(batch).num_rows()), [], "finished"
     before = model
     for iteration in range(num_iterations):

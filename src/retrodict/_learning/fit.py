@@ -239,7 +239,7 @@ def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
             f" {type(ys).__name__}. Some hundred series are enough."
         )
     options = {"mask": None, "inputs": None, "length": None, **options}
-    return batch_for(unwrap(model), ys, owner="fit", **options)
+    return batch_for(unwrap(model), ys, learner="fit", **options)
 
 
 def _stacked(first: PyTree, others: list[PyTree]) -> tuple[PyTree, int | None]:

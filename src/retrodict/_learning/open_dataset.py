@@ -45,6 +45,6 @@ def open_dataset(
         check_shared(model, ys)
         series, count = ys.series, ys.num_series
     else:
-        series = batch_for(model, ys, **options, owner=owner)
+        series = batch_for(model, ys, **options, learner=owner)
         count = series.num_series
     return ArrayDataset(series, count, mesh)

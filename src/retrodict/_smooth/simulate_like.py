@@ -78,7 +78,7 @@ def simulate_like(
     check_key(key, "simulate_like")
     count, rows = check_count(num_series, "num_series"), check_count(num_times, "num_times")
     plain = unwrap(model)
-    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="simulate_like")
+    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length)
     return simulate_batch(key, plain, batch, count, rows)
 
 

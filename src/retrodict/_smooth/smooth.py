@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
-from retrodict._exact import kalman_smoother, warn_of_lost_digits
+from retrodict._exact import check_values, smooth_series
 from retrodict._expectations import BackwardSampling, ClosedForm, Marginals, marginals
 from retrodict._families import AbstractFamily, MixtureFamily, NonlinearFamily
 from retrodict._learning import FitResult, batch_for, fit
@@ -144,7 +144,7 @@ def smooth(
             " groups of 16 paths."
         )
     plain = unwrap(model)
-    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="smooth")
+    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length)
     training = {
         "num_steps": check_count(num_steps, "num_steps"),
         "num_series": check_count(num_series, "num_series"),
@@ -202,8 +202,8 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
     if request.family is not None:
         method = "amortised"
     if method in ("auto", "exact") and is_linear_gaussian(model):
-        warn_of_lost_digits(model, batch, "smooth")
-        posterior = _over_series(lambda ys, **rest: kalman_smoother(model, ys, **rest), batch)
+        check_values(model, batch, False, "smooth")
+        posterior = _over_series(lambda series: smooth_series(model, series, False), batch)
         return Answer(posterior.chain, "exact", "The model is linear and Gaussian.", True)
     if method == "auto" and not request.check:
         raise ValueError(
@@ -278,7 +278,7 @@ def _amortised(
         family, description = train_family(
             train_key, request.model, request.batch, **request.training
         )
-    chains = _over_series(family.infer, request.batch)
+    chains = _over_series(lambda series: family.infer(series.ys, **series.options()), request.batch)
     if not references:
         reason = f"{description}, and was not checked."
         return Answer(chains, "amortised", reason, False, family), None
@@ -343,15 +343,16 @@ def _held_out_elbo(result: FitResult) -> float:
 
 
 def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
-    return _over_series(lambda ys, **rest: iterated_smoother(model, ys, **rest), batch)
+    return _over_series(
+        lambda series: iterated_smoother(model, series.ys, **series.options()), batch
+    )
 
 
-def _over_series(smoother: Callable[..., Any], batch: Series) -> Any:
+def _over_series(smoother: Callable[[Series], Any], batch: Series) -> Any:
     """Apply a smoother of one series to a batch."""
     if batch.num_series == 1:  # a program for a batch takes twice as long to trace
-        series = _only(batch)
-        return _as_batch(smoother(series.ys, **series.options()))
-    return eqx.filter_vmap(lambda series: smoother(series.ys, **series.options()))(batch)
+        return _as_batch(smoother(_only(batch)))
+    return eqx.filter_vmap(smoother)(batch)
 
 
 @eqx.filter_jit

@@ -143,7 +143,7 @@ def parameter_errors(
             )
         batch, total = ys.local, sum_over_processes
     else:
-        batch = batch_for(plain, ys, **options, owner="parameter_errors")
+        batch = batch_for(plain, ys, **options, learner="parameter_errors")
     if method == "exact":
         estimate = exact_information(coordinates, batch, total)
     elif grid is not None:
