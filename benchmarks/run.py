@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
@@ -43,8 +44,9 @@ def main() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions."""
+    """Return the commit, the machine and the versions."""
     return {
+        "commit": _commit(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "system": platform.system(),
@@ -52,6 +54,15 @@ def machine() -> dict[str, Any]:
         "dtype": "float64",
         "versions": {package: _version(package) for package in PACKAGES},
     }
+
+
+def _commit() -> str | None:
+    """Return the commit that is measured, marked if files differ from it; `None` without git."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.check_output(command, cwd=RESULTS.parent, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _cpu_name() -> str:

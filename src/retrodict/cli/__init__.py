@@ -1,5 +1,6 @@
 """The command line: parse, call, print. The console script calls `main`."""
 
+import gc
 import io
 import os
 import signal
@@ -20,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     _open_standard_files()
     sys.unraisablehook = interrupt_again
+    # Imports and tracing create many objects that stay. Fewer collections save a tenth of the time.
+    gc.set_threshold(100_000)
     try:
         # Here and not above, so that this module can be imported without the extras.
         from retrodict.cli._app import run
