@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from retrodict._numerics.batched_map import in_batches
 
@@ -119,9 +119,7 @@ def _settling_loop(
     step = jax.jit(step, inline=True)  # so that it is traced once for its shapes and for the loop
     rows = jax.tree.map(lambda leaf: leaf[::-1], rows) if reverse else rows
     changes = _changes(rows, count)
-    # The first position after k at which a row differs from the one before it.
-    starts = jnp.where(changes, jnp.arange(count), count)
-    next_change = jnp.append(lax.cummin(starts, reverse=True)[1:], count)
+    next_change = _next_changes(changes)
     _, out = jax.eval_shape(step, fixed, init, _at(rows, 0))
 
     def advance(state: tuple) -> tuple:
@@ -144,10 +142,32 @@ def _settling_loop(
     )
     if finish is not None:
         buffers = _finish_computed(finish, fixed, rows, buffers, total, places)
-    # The number of the last step up to each row that was computed.
-    source = jnp.searchsorted(places, jnp.arange(count), side="right", method="scan_unrolled") - 1
+    source = _last_computed(places)
     source = source[::-1] if reverse else source
     return last, _at(buffers, source)
+
+
+# Scans, since XLA compiles each of them as one kernel, and a cumulative sum or minimum as a dozen.
+def _next_changes(changes: Bool[Array, "count"]) -> Int[Array, "count"]:
+    """Return the first position after each row at which a row differs from the one before it."""
+    positions = jnp.arange(changes.shape[0])
+
+    def back(following: Array, row: tuple[Array, Array]) -> tuple[Array, Array]:
+        position, changed = row
+        return jnp.where(changed, position, following), following
+
+    end = jnp.full((), changes.shape[0], positions.dtype)
+    return lax.scan(back, end, (positions, changes), reverse=True)[1]
+
+
+def _last_computed(places: Int[Array, "count"]) -> Int[Array, "count"]:
+    """Return the number of the last step up to each row that was computed."""
+    computed = jnp.zeros_like(places).at[places].set(1, mode="drop")
+
+    def count(before: Array, one: Array) -> tuple[Array, Array]:
+        return before + one, before + one
+
+    return lax.scan(count, jnp.full((), -1, places.dtype), computed)[1]
 
 
 def _finish_computed(
