@@ -24,6 +24,18 @@ def test_ys_and_options_give_the_same_series(length: int | None, missing: bool):
     assert_equal(prepare_series(series.ys, **series.options(), takes_input=True), series)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32])
+def test_lengths_of_narrow_types_mask_the_right_rows(dtype: Any):
+    """In 8 bits, row 256 would count as row 0."""
+    ys, length = np.ones((300, 1)), dtype(100)
+    one = prepare_series(ys, length=length)
+    both = prepare_batch(np.stack([ys, ys]), length=np.array([length, length + dtype(20)]))
+    traced = jax.jit(lambda length: prepare_series(jnp.asarray(ys), length=length))(length)
+    for mask in (one.mask, both.at(0).mask, traced.mask):
+        np.testing.assert_array_equal(np.asarray(mask)[:, 0], np.arange(300) < 100)
+    assert np.asarray(both.at(1).mask).sum() == 120
+
+
 def test_series_of_a_batch_and_rows_of_a_series_are_taken_by_index():
     ys = np.arange(12.0).reshape(2, 3, 2)
     batch = prepare_batch(ys, length=[3, 2])

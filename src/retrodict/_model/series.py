@@ -184,7 +184,7 @@ def prepare_batch(
         if length is not None:
             expected = f"one integer, or one per series ({count})"
             each = np.asarray(to_hosts(length))
-            _check_lengths(each, num_times, expected, ((), (count,)))
+            each = _as_lengths(each, num_times, expected, ((), (count,)))
             each = np.broadcast_to(each, (count,))
             lengths, exists = jnp.asarray(each), np.arange(num_times)[None] < each[:, None]
         ys, observed = _fill(ys, _observed_entries(ys, mask, "ys"), each)
@@ -261,14 +261,16 @@ def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:
     if length is None:
         return None
     count = length if isinstance(length, jax.Array) else np.asarray(length)
-    _check_lengths(count, num_times, "one integer", ((),))
-    return jnp.asarray(count)
+    return jnp.asarray(_as_lengths(count, num_times, "one integer", ((),)))
 
 
-def _check_lengths(
+def _as_lengths(
     lengths: Any, num_times: int, expected: str, shapes: tuple[tuple[int, ...], ...]
-) -> None:
-    """Refuse lengths that are not integers of these shapes, or known not to be in range."""
+) -> Any:
+    """Convert lengths to signed integers of 32 or 64 bits, which can count rows.
+
+    Refused are those that are not integers of these shapes, or known not to be in range.
+    """
     if lengths.shape not in shapes or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise TypeError(
             f"length must be {expected}, got shape {lengths.shape} of dtype {lengths.dtype}."
@@ -277,6 +279,7 @@ def _check_lengths(
     if values is not None and not (1 <= values.min() and values.max() <= num_times):
         got = " to ".join(str(bound) for bound in sorted({int(values.min()), int(values.max())}))
         raise ValueError(f"length must be between 1 and {num_times} rows, got {got}.")
+    return lengths if lengths.dtype in (np.int32, np.int64) else lengths.astype(np.int32)
 
 
 def prepare_inputs(
