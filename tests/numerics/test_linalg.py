@@ -349,3 +349,31 @@ def test_gradients_are_finite_for_dependent_rows(d: int):
         return jnp.sum(jnp.sin(linalg.outer_gram(linalg.tria(w))))
 
     assert np.all(np.isfinite(gradient(jnp.asarray(w))))
+
+
+@pytest.mark.parametrize("d", [3, 8])
+@pytest.mark.parametrize("dependent", [False, True])
+def test_derivatives_of_semidefinite_factors_are_those_of_their_products(d: int, dependent: bool):
+    """Along a change of b in a = b bᵀ: l dlᵀ + dl lᵀ = da, in any order of differentiation."""
+    rng = np.random.default_rng(d)
+    b, change = (np.tril(rng.normal(size=(d, d))) + 2 * np.eye(d) for _ in range(2))
+    if dependent:  # row 1 stays twice row 0
+        b[:, 1], change[:, 1] = 0.0, 0.0
+        b[1], change[1] = 2 * b[0], 2 * change[0]
+
+    def product(t):
+        moved = jnp.asarray(b) + t * jnp.asarray(change)
+        return linalg.matmul(moved, moved.T)
+
+    def factor(t):
+        return linalg.semidefinite_cholesky(product(t))
+
+    lower, slope = jax.jvp(factor, (0.1,), (1.0,))
+    assert int((jnp.diagonal(lower) == 0).sum()) == int(dependent)
+    np.testing.assert_allclose(jnp.triu(slope, 1), 0.0, atol=1e-14)
+
+    def rebuilt(t):
+        return linalg.matmul(factor(t), factor(t).T)
+
+    for order in (jax.jacfwd, jax.jacrev, lambda f: jax.jacfwd(jax.jacrev(f))):
+        np.testing.assert_allclose(order(rebuilt)(0.1), order(product)(0.1), rtol=1e-9, atol=1e-9)

@@ -11,8 +11,10 @@ zero, so that semidefinite matrices are supported.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular as lapack_solve_triangular
@@ -118,21 +120,54 @@ def semidefinite_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
     direction of size √ε that differs between time steps.
     """
     d = a.shape[0]
-    smallest = 10 * d * jnp.finfo(a.dtype).eps * jnp.diagonal(a)
-
-    def eliminate(j: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        rest, factor = state
-        below = jnp.where(jnp.arange(d) >= j, rest[:, j], 0.0)
-        pivot = jnp.where(rest[j, j] > smallest[j], rest[j, j], 0.0)
-        column = below * safe_reciprocal(safe_sqrt(pivot))
-        return rest - column[:, None] * column[None, :], factor.at[:, j].set(column)
-
-    state = (a, jnp.zeros_like(a))
     if d > UNROLLED:
-        return lax.fori_loop(0, d, eliminate, state)[1]
+        return _semidefinite_cholesky_in_a_loop(a)
+    state = (a, jnp.zeros_like(a))
     for j in range(d):
-        state = eliminate(j, state)
+        state = _eliminate(_smallest_pivots(a), j, state)
     return state[1]
+
+
+@jax.custom_jvp
+def _semidefinite_cholesky_in_a_loop(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    step = partial(_eliminate, _smallest_pivots(a))
+    return lax.fori_loop(0, a.shape[0], step, (a, jnp.zeros_like(a)))[1]
+
+
+@_semidefinite_cholesky_in_a_loop.defjvp
+def _semidefinite_cholesky_jvp(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    """Differentiate l lᵀ = a: dl = l Φ(l⁻¹ da l⁻ᵀ).
+
+    Φ takes the lower triangle and half the diagonal. A column of zeros counts as one of the
+    identity, and its derivative is zero. Differentiating the loop takes twice as long.
+    """
+    lower = _semidefinite_cholesky_in_a_loop(*primals)
+    change = jnp.tril(tangents[0])
+    change = change + jnp.tril(change, -1).T
+    eye = jnp.eye(lower.shape[0], dtype=lower.dtype)
+    is_zero = jnp.diagonal(lower) == 0
+    filled = jnp.where(is_zero[None, :], eye, lower)
+    inverse = solve_triangular(filled, eye)
+    mixed = matmul(matmul(inverse, change), inverse.T)
+    moved = matmul(filled, jnp.tril(mixed) - 0.5 * mixed * eye)
+    return lower, jnp.where(is_zero[None, :], 0.0, moved)
+
+
+def _smallest_pivots(a: Float[Array, "d d"]) -> Float[Array, "d"]:
+    return 10 * a.shape[0] * jnp.finfo(a.dtype).eps * jnp.diagonal(a)
+
+
+def _eliminate(
+    smallest: Float[Array, "d"], j: Any, state: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Store column j of the factor, and subtract its product from the rest."""
+    rest, factor = state
+    below = jnp.where(jnp.arange(len(smallest)) >= j, rest[:, j], 0.0)
+    pivot = jnp.where(rest[j, j] > smallest[j], rest[j, j], 0.0)
+    column = below * safe_reciprocal(safe_sqrt(pivot))
+    return rest - column[:, None] * column[None, :], factor.at[:, j].set(column)
 
 
 def solve_triangular(
