@@ -11,7 +11,7 @@ arguments, the plain loop runs instead.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,16 @@ WINDOW = 16
 
 Settled = Callable[[Any, Any], Bool[Array, ""]]
 """`settled(before, after)`: whether two successive carries are equal to rounding."""
+
+
+class Loop(NamedTuple):
+    """The arguments of `settling_scan` that are not arrays."""
+
+    step: Step
+    settled: Settled
+    finish: Finish | None
+    num_steps: int
+    reverse: bool
 
 
 def settling_scan(
@@ -63,59 +73,33 @@ def settling_scan(
     Returns:
         The last carry, and the outputs of all steps.
     """
-    if count == 0:
-        return _plain_scan(step, finish, count, reverse, fixed, init, rows)
-    return _settling_scan(step, settled, finish, count, reverse, fixed, init, rows)
+    loop = Loop(step, settled, finish, count, reverse)
+    run = _settling_scan if count else _plain_scan
+    return run(loop, fixed, init, rows)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _settling_scan(
-    step: Step,
-    settled: Settled,
-    finish: Finish | None,
-    count: int,
-    reverse: bool,
-    fixed: Any,
-    init: Any,
-    rows: Any,
-) -> tuple[PyTree, PyTree]:
-    loop = partial(_settling_loop, step, settled, finish, count, reverse)
-    plain = partial(_plain_scan, step, finish, count, reverse)
-    return _unless_batched(loop, plain)(fixed, init, rows)
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _settling_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> tuple[PyTree, PyTree]:
+    return _unless_batched(partial(_skipping_scan, loop), partial(_plain_scan, loop))(
+        fixed, init, rows
+    )
 
 
 @_settling_scan.defjvp
-def _settling_scan_jvp(
-    step: Step,
-    settled: Settled,
-    finish: Finish | None,
-    count: int,
-    reverse: bool,
-    primals: tuple,
-    tangents: tuple,
-) -> tuple[PyTree, PyTree]:
-    return jax.jvp(partial(_plain_scan, step, finish, count, reverse), primals, tangents)
+def _settling_scan_jvp(loop: Loop, primals: tuple, tangents: tuple) -> tuple[PyTree, PyTree]:
+    return jax.jvp(partial(_plain_scan, loop), primals, tangents)
 
 
-def _plain_scan(
-    step: Step, finish: Finish | None, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
-) -> tuple[PyTree, PyTree]:
-    last, out = lax.scan(partial(step, fixed), init, rows, count, reverse=reverse)
+def _plain_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> tuple[PyTree, PyTree]:
+    step, finish = loop.step, loop.finish
+    last, out = lax.scan(partial(step, fixed), init, rows, loop.num_steps, reverse=loop.reverse)
     if finish is not None:
         out = in_batches(lambda batch: finish(fixed, *batch), (rows, out), BATCH_SIZE)
     return _batched_alike((last, out), (fixed, init, rows))
 
 
-def _settling_loop(
-    step: Step,
-    settled: Settled,
-    finish: Finish | None,
-    count: int,
-    reverse: bool,
-    fixed: Any,
-    init: Any,
-    rows: Any,
-) -> tuple[PyTree, PyTree]:
+def _skipping_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> tuple[PyTree, PyTree]:
+    step, settled, finish, count, reverse = loop
     step = jax.jit(step, inline=True)  # so that it is traced once for its shapes and for the loop
     rows = jax.tree.map(lambda leaf: leaf[::-1], rows) if reverse else rows
     changes = _changes(rows, count)
@@ -174,7 +158,7 @@ def _finish_computed(
     finish: Finish, fixed: Any, rows: Any, outputs: Any, total: Array, places: Array
 ) -> PyTree:
     """Evaluate `finish` on the outputs of the steps that were computed, the first `total`."""
-    finish = jax.jit(finish, inline=True)  # as in `_settling_loop`
+    finish = jax.jit(finish, inline=True)  # as in `_skipping_scan`
     count = places.shape[0]
 
     def batch_at(chosen: Array) -> PyTree:

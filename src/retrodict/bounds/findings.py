@@ -25,7 +25,6 @@ MAX_DISTANCE = 0.15
 """The largest Kolmogorov distance to the reference, as a root mean square over time. A mean that is
 off by 0.4 standard deviations has this distance."""
 
-
 Kind = Literal["particles", "evidence below", "mode loss", "wrong law", "loose ELBO", "thin tails"]
 """The findings of a check. The first two concern the reference, not the chain."""
 
