@@ -19,12 +19,16 @@ from retrodict._model import (
     prepare_path,
 )
 from retrodict._numerics import (
+    UNROLLED,
+    QuickStep,
     StandardKernel,
     affine_scan,
     affine_suffix_paths,
     affine_suffix_scan,
+    factor_if_precise,
     linalg,
     lower_factor,
+    propagate,
     scales_agree,
     settling_scan,
 )
@@ -246,13 +250,14 @@ def _recursion_marginals(chain: LinearGaussianChain, parallel: Parallel) -> Gaus
 def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
     terminal, kernels = _recursion(chain)
     last = lower_factor(terminal.scale_tril)
-    _, scales = settling_scan(
+    scales = settling_scan(
         _move_scale,
         scales_agree,
         None,
         last,
         (kernels.gain, kernels.scale),
         chain.num_times - 1,
+        quick=_BY_COVARIANCES if chain.state_dim > UNROLLED else None,
         reverse=True,
     )
     means = affine_scan(kernels.gain, kernels.offset, terminal.mean, reverse=True)
@@ -261,11 +266,23 @@ def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
     )
 
 
-def _move_scale(fixed: None, scale: Array, kernel: tuple[Array, Array]) -> tuple[Array, Array]:
+def _move_scale(fixed: None, scale: Array, kernel: tuple[Array, Array]) -> Array:
     gain, noise = kernel
     rows = jnp.concatenate([linalg.matmul(gain, scale), noise], axis=1)
-    scale = lower_factor(linalg.fence(rows))
-    return scale, scale
+    return lower_factor(linalg.fence(rows))
+
+
+def _move_covariance(fixed: None, covariance: Array, kernel: tuple[Array, Array]) -> Array:
+    return propagate(covariance, *kernel)
+
+
+def _read_scales(
+    fixed: None, kernels: tuple[Array, Array], before: Array, after: Array
+) -> tuple[Array, Array]:
+    return factor_if_precise(before, *kernels, after)
+
+
+_BY_COVARIANCES = QuickStep(linalg.outer_gram, _move_covariance, _read_scales)
 
 
 def _recursion(chain: LinearGaussianChain) -> tuple[Gaussian, StandardKernel]:

@@ -9,6 +9,9 @@ from retrodict._numerics.associative_scan import linear_recurrence as linear_rec
 from retrodict._numerics.associative_scan import prefix_scan as prefix_scan
 from retrodict._numerics.batched_map import in_batches as in_batches
 from retrodict._numerics.batched_map import in_parts as in_parts
+from retrodict._numerics.covariances import condition_covariance as condition_covariance
+from retrodict._numerics.covariances import factor_if_precise as factor_if_precise
+from retrodict._numerics.covariances import propagate as propagate
 from retrodict._numerics.gaussian_law import GaussianLaw as GaussianLaw
 from retrodict._numerics.gaussian_law import condition as condition
 from retrodict._numerics.gaussian_law import law_of as law_of
@@ -22,6 +25,7 @@ from retrodict._numerics.nonsingular_law import product as product
 from retrodict._numerics.nonsingular_law import shared_product as shared_product
 from retrodict._numerics.nonsingular_law import transposed as transposed
 from retrodict._numerics.settle import BATCH_SIZE as BATCH_SIZE
+from retrodict._numerics.settle import QuickStep as QuickStep
 from retrodict._numerics.settle import curvatures_agree as curvatures_agree
 from retrodict._numerics.settle import scales_agree as scales_agree
 from retrodict._numerics.settle import settling_scan as settling_scan
@@ -30,6 +34,8 @@ from retrodict._numerics.standard import Reversal as Reversal
 from retrodict._numerics.standard import StandardKernel as StandardKernel
 from retrodict._numerics.standard import condition_standard as condition_standard
 from retrodict._numerics.standard import lower_factor as lower_factor
+from retrodict._numerics.standard import narrowness as narrowness
 from retrodict._numerics.standard import predict_scale as predict_scale
+from retrodict._numerics.standard import predicted_factor as predicted_factor
 from retrodict._numerics.standard import reverse_scale as reverse_scale
 from retrodict._numerics.standard import shrinkage_of as shrinkage_of
