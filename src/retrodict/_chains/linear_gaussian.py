@@ -19,6 +19,7 @@ from retrodict._model import (
     prepare_path,
 )
 from retrodict._numerics import (
+    SETTLED_ROWS,
     UNROLLED,
     QuickStep,
     StandardKernel,
@@ -26,13 +27,15 @@ from retrodict._numerics import (
     affine_suffix_paths,
     affine_suffix_scan,
     factor_if_precise,
+    has_settled,
     linalg,
     lower_factor,
     propagate,
+    repeated_last,
     scales_agree,
     settling_scan,
 )
-from retrodict.distributed import Parallel, appended
+from retrodict.distributed import Parallel, appended, mesh_of
 
 
 class LinearGaussianChain(AbstractKernelChain):
@@ -364,9 +367,35 @@ def _marginals_with_density(chain: LinearGaussianChain) -> Gaussian:
 
 def _marginals_in_parallel(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
     """Compose all backward kernels, with the terminal law as a constant map."""
-    terminal, (gains, offsets, scales) = _recursion(chain)
-    zero = jnp.zeros((chain.state_dim, chain.state_dim), terminal.mean.dtype)
-    rows = (gains, offsets, jax.vmap(linalg.outer_gram)(scales))
+    terminal, kernels = _recursion(chain)
+    count = chain.num_times - 1
+    if mesh_of(parallel) is not None or count < 3 * SETTLED_ROWS:
+        return _composed(kernels, terminal, parallel)
+    end = _composed(jax.tree.map(lambda leaf: leaf[-SETTLED_ROWS:], kernels), terminal, parallel)
+    middle = end.scale_tril[0]
+
+    def around_the_middle() -> Gaussian:
+        means = affine_scan(
+            kernels.gain, kernels.offset, terminal.mean, reverse=True, parallel=parallel
+        )
+        first = jax.tree.map(lambda leaf: leaf[:SETTLED_ROWS], kernels)
+        start = _composed(first, Gaussian(jnp.zeros_like(terminal.mean), middle), parallel)
+        start = repeated_last(start.scale_tril[:-1], count - 2 * SETTLED_ROWS)
+        return jax.vmap(Gaussian)(
+            jnp.concatenate([means, terminal.mean[None]]),
+            jnp.concatenate([start, end.scale_tril]),
+        )
+
+    # The scales of the middle are those of the last kernels, if these have settled.
+    settled = has_settled(kernels.gain) & has_settled(kernels.scale)
+    settled &= scales_agree(end.scale_tril[SETTLED_ROWS // 2], middle, roundings=64)
+    return lax.cond(settled, around_the_middle, lambda: _composed(kernels, terminal, parallel))
+
+
+def _composed(kernels: StandardKernel, terminal: Gaussian, parallel: Parallel) -> Gaussian:
+    """Return the marginals of all states from the backward kernels and the terminal law."""
+    zero = jnp.zeros_like(terminal.covariance)
+    rows = (kernels.gain, kernels.offset, jax.vmap(linalg.outer_gram)(kernels.scale))
     maps = appended(rows, (zero, terminal.mean, terminal.covariance), parallel)
     means, covariances = affine_suffix_scan(*maps, parallel)
     return jax.vmap(Gaussian)(means, jax.vmap(linalg.semidefinite_cholesky)(covariances))

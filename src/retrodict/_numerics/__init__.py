@@ -2,11 +2,14 @@
 
 from retrodict._numerics import linalg as linalg
 from retrodict._numerics import nonsingular_law as nonsingular_law
+from retrodict._numerics.associative_scan import SETTLED_ROWS as SETTLED_ROWS
 from retrodict._numerics.associative_scan import affine_scan as affine_scan
 from retrodict._numerics.associative_scan import affine_suffix_paths as affine_suffix_paths
 from retrodict._numerics.associative_scan import affine_suffix_scan as affine_suffix_scan
+from retrodict._numerics.associative_scan import has_settled as has_settled
 from retrodict._numerics.associative_scan import linear_recurrence as linear_recurrence
 from retrodict._numerics.associative_scan import prefix_scan as prefix_scan
+from retrodict._numerics.associative_scan import repeated_last as repeated_last
 from retrodict._numerics.batched_map import in_batches as in_batches
 from retrodict._numerics.batched_map import in_parts as in_parts
 from retrodict._numerics.covariances import condition_covariance as condition_covariance

@@ -329,8 +329,8 @@ def _changes(rows: PyTree, count: int) -> Bool[Array, "count"]:
     return changes
 
 
-def scales_agree(before: Array, after: Array) -> Bool[Array, ""]:
-    """Return whether two lower factors of shape `(d, d)` agree to rounding.
+def scales_agree(before: Array, after: Array, roundings: int = 4) -> Bool[Array, ""]:
+    """Return whether two lower factors of shape `(d, d)` agree to some roundings.
 
     Entries are compared in units of their coordinate (row) and of the width of their direction
     (column), so that narrow directions must have converged too.
@@ -339,7 +339,7 @@ def scales_agree(before: Array, after: Array) -> Bool[Array, ""]:
     rows = jnp.max(jnp.abs(after), axis=1, keepdims=True)
     relative = jnp.where(rows > 0, jnp.abs(after) / jnp.where(rows > 0, rows, 1.0), 0.0)
     widths = jnp.maximum(jnp.max(relative, axis=0, keepdims=True), jnp.sqrt(eps))
-    return jnp.all(jnp.abs(after - before) <= 4 * eps * rows * widths)
+    return jnp.all(jnp.abs(after - before) <= roundings * eps * rows * widths)
 
 
 def curvatures_agree(before: Array, after: Array) -> Bool[Array, ""]:
