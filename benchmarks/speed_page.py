@@ -19,14 +19,16 @@ from rows import LIBRARIES, TARGETS
 HEADER = """# Speed
 
 `make bench` measures this page; `benchmarks/speed_page.py` writes it from
-`benchmarks/results/speed.json`. {machine}, float64, two cores. A time is the best of three rounds
-of up to 30 calls that alternate with the peers, once compiled. Answers are compared first: peers
-that disagree are not timed. The factor in parentheses is the time of the peer divided by that of
+`benchmarks/results/speed.json`. All is float64 on two cores. A time is the best of three rounds of
+up to 30 calls that alternate with the peers, once compiled. Answers are compared first: peers that
+disagree are not timed. The factor in parentheses is the time of the peer divided by that of
 retrodict. The *floor* is a lower limit of the same work: for training, the networks and emission
 terms alone, without the recurrence; for the import, JAX. *Compilation* is the time by which the
-first call is longer than the second, of retrodict / of the fastest of the peers to compile.
+first call is longer than the second, of retrodict / of the fastest of the others to compile.
 Smoothers return the evidence and all smoothed means and covariances; 64 series are one call
 (`kalman_smoother_batch`, peers by `vmap`).
+
+{machine}.
 """
 
 HEADINGS = {
@@ -158,7 +160,9 @@ def page(results: dict[str, Any], folder: Path) -> str:
     """Return the page in Markdown."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    about = f"Commit `{machine['commit']}`, {machine['cpu']}, {versions}"
+    about = (
+        f"Commit `{machine['commit']}`, {machine['cpu']}, load {machine['load']:.1f}, {versions}"
+    )
     parts = [HEADER.format(machine=about)]
     for suite in dict.fromkeys(row["suite"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["suite"] == suite]
