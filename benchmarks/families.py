@@ -60,8 +60,12 @@ def _fit(task: Task) -> Callable[[], Any]:
     ys = simulate(model, 0, task.num_series, task.num_times)[1]
 
     def call() -> Any:
-        result = rd.fit(jax.random.key(1), family, model, ys, num_steps=1, progress=False)
-        return result.held_out
+        # A call of the compiled program takes a chunk of steps.
+        one = rd.Optimisation(chunk_size=1)
+        key = jax.random.key(1)
+        return rd.fit(
+            key, family, model, ys, num_steps=1, optimisation=one, progress=False
+        ).held_out
 
     return call
 
