@@ -85,17 +85,18 @@ class Record:
 
 
 def prepared(
-    call: Callable[[], Any], read: Callable[[Any], dict[str, Any]] = lambda result: {}
+    call: Callable[[], Any],
+    read: Callable[[Any], dict[str, Any]] = lambda result: {},
+    compiles: bool = True,
 ) -> Prepared:
     """Call twice, and read the answer of the first result.
 
-    A first call of more than half a minute compiles nothing that matters beside it: it counts as
-    the second one too.
+    A long first call that compiles nothing counts as the second one too.
     """
     start = time.perf_counter()
     result = call()
     first = second = time.perf_counter() - start
-    if first < 30:
+    if compiles or first < LONG_S:
         (second,) = time_calls(call, 1, warm=False)
     return Prepared(call, first, second, read(result))
 

@@ -36,7 +36,8 @@ SAMPLERS = {
 
 def prepare(task: Task) -> Prepared:
     """Return the call of a smoother; its option is the sampler, "filter" for none."""
-    return prepared(LIBRARIES[task.library](task.option, task.state_dim, task.num_times))
+    call = LIBRARIES[task.library](task.option, task.state_dim, task.num_times)
+    return prepared(call, compiles=task.library != "particles")
 
 
 def given(dim: int, num_times: int) -> tuple[Any, Any]:
