@@ -16,10 +16,10 @@ PINS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 # Two installs into one environment at a time would break it.
 .NOTPARALLEL:
-.PHONY: help demo reproduce test test-slow lint format size bench accuracy beyond bounds docs clean
+.PHONY: help demo reproduce test test-slow lint format size bench bench-scale accuracy beyond bounds docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.stamp-cli ## train, smooth and compare; the report goes to demo/
 	$(BIN)/retrodict demo --out demo
@@ -46,11 +46,11 @@ format: $(VENV)/.stamp-lint ## mend what can be mended of style and format
 size: ## count code lines, files, names, imports and long functions
 	$(PYTHON) benchmarks/size.py --by-package
 
-bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environment of their own
+bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers in one table (half an hour), and write docs/speed.md
 	$(BENCH_VENV)/bin/python benchmarks/run.py
-	$(BENCH_VENV)/bin/python benchmarks/families.py
-	$(BENCH_VENV)/bin/python benchmarks/smoothers.py
-	$(BENCH_VENV)/bin/python benchmarks/linearised.py
+	$(BENCH_VENV)/bin/python benchmarks/speed_page.py
+
+bench-scale: $(BENCH_VENV)/.stamp-bench ## time long series, large batches and several devices, and write docs/scale-measured.md
 	$(BENCH_VENV)/bin/python benchmarks/scale.py inference batches dimensions --float32 --batch 64 --rows 1000 10000 100000 --out benchmarks/results/scale-growth.json
 	$(BENCH_VENV)/bin/python benchmarks/scale_devices.py --out benchmarks/results/scale-devices-cpu.json
 	$(BENCH_VENV)/bin/python benchmarks/scale_disk.py --out benchmarks/results/scale-disk.json

@@ -1,19 +1,17 @@
-"""Time commands of the command line on a run of a linear model with 150 rows.
+"""Time commands of the command line on a run of a linear model with 150 rows, and imports.
 
-The first call of a command has an empty cache of compiled programs, the others the cache that it
-filled. A time is that of the whole process.
+A time is that of the whole process. The first call of a command has an empty cache of compiled
+programs, the others have the cache that it filled.
 """
 
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 
-from measure import Record, Task
+from measure import Prepared, Task, prepared
 
 ROWS = 150
 COMMANDS = {
@@ -22,16 +20,20 @@ COMMANDS = {
     "plot": ("plot", "run", "data.csv", "--out", "plot.png", "--overwrite"),
     "check": ("check", "run", "data.csv"),
 }
+MAIN = "from retrodict.cli import main; main()"
 TIMEOUT = 120
 
 
-def time_commands(repeats: int) -> list[Record]:
-    """Return one record per command, with the first and the smallest repeated time as facts."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        _write_series(folder / "data.csv")
-        _run(folder, "fit", "fit", "data.csv", "--out", "run", "--model", "local_level")
-        return [_time(folder, name, words, repeats) for name, words in COMMANDS.items()]
+def prepare(task: Task) -> Prepared:
+    """Return the call of a command on a new run, or of an import in a new process."""
+    folder = Path.cwd()
+    if task.what == "import":
+        # The names of retrodict are imported when they are used.
+        code = "import jax" if task.library == "floor" else "import jax; from retrodict import *"
+        return prepared(lambda: _run(folder, "unused", code))
+    _write_series(folder / "data.csv")
+    _run(folder, "fit", MAIN, "fit", "data.csv", "--out", "run", "--model", "local_level")
+    return prepared(lambda: _run(folder, "cache", MAIN, *COMMANDS[task.option]))
 
 
 def _write_series(path: Path) -> None:
@@ -43,29 +45,13 @@ def _write_series(path: Path) -> None:
     path.write_text("\n".join(["date,y", *lines]) + "\n")
 
 
-def _time(folder: Path, name: str, words: tuple[str, ...], repeats: int) -> Record:
-    record = Record(f"retrodict {name}", Task("retrodict", "command", 1, 1, ROWS))
-    try:
-        first, *others = [_run(folder, f"cache-{name}", *words) for _ in range(1 + repeats)]
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        record.failure = str(error)
-        return record
-    record.times_s = [others]
-    record.facts = {"first_s": first}
-    return record
-
-
-def _run(folder: Path, cache: str, *words: str) -> float:
-    """Run a command in a folder, with a cache of this name; return the seconds that it took."""
+def _run(folder: Path, cache: str, code: str, *words: str) -> None:
+    """Run Python code in a folder, with a cache of this name."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / cache)}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    began = time.perf_counter()
+    # An installed package has its bytecode, and the commands choose the settings of JAX themselves.
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "PYTHONDONTWRITEBYTECODE"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", code, *words]
     subprocess.run(
-        [sys.executable, "-c", "from retrodict.cli import main; main()", *words],
-        cwd=folder,
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=TIMEOUT,
+        command, cwd=folder, env=environment, check=True, capture_output=True, timeout=TIMEOUT
     )
-    return time.perf_counter() - began

@@ -6,18 +6,16 @@ library has those), or the gradient of the log-evidence in every parameter. Peer
 in the function that calls them.
 """
 
-import resource
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import retrodict as rd
-from measure import Task
+from measure import Prepared, Task, prepared
 
 DECAY, NOISE = 0.9, 0.3
 
@@ -36,6 +34,7 @@ class Problem(NamedTuple):
     prior: Any
     ys: Any  # (series, time, obs), or without the first axis for one series
     mask: Any  # like ys; None if everything was seen
+    rates: Any  # (time, 1), factors of the transition into each row; None if it is constant
 
 
 class Program(NamedTuple):
@@ -47,15 +46,6 @@ class Program(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     read: Callable[[Any], dict[str, Any]]
-
-
-class Prepared(NamedTuple):
-    """Call that is ready to be timed; `answer` is its result, for comparison."""
-
-    call: Callable[[], object]
-    compile_s: float | None
-    answer: dict[str, Any]
-    facts: dict[str, float]
 
 
 def problem(task: Task) -> Problem:
@@ -70,42 +60,65 @@ def problem(task: Task) -> Problem:
 
     xs = NOISE * rng.normal(size=(n, task.num_series, d))
     xs[0] *= prior[0, 0] / NOISE
-    for before, after in zip(xs[:-1], xs[1:], strict=True):
-        after += before @ weight.T
+    rates = 1 + 0.1 * np.sin(np.arange(n))[:, None] if task.varying else None
+    for t in range(1, n):
+        xs[t] += xs[t - 1] @ (weight.T if rates is None else rates[t] * weight.T)
     ys = xs @ design.T + rng.normal(size=(n, task.num_series, m)) @ obs_noise.T
     ys = np.ascontiguousarray(np.swapaxes(ys, 0, 1))
     mask = rng.random(ys.shape) >= task.missing if task.missing else None
     if task.num_series == 1:
         ys, mask = ys[0], None if mask is None else mask[0]
-    return Problem(weight, NOISE * np.eye(d), design, obs_noise, prior, ys, mask)
+    return Problem(weight, NOISE * np.eye(d), design, obs_noise, prior, ys, mask, rates)
+
+
+class ScaledTransition(eqx.Module):
+    """The linear-Gaussian transition whose weight is multiplied by the input."""
+
+    weight: Any
+    scale_tril: Any
+
+    def __call__(self, rate: Any) -> tuple[Any, Any, Any]:
+        return rate * self.weight, jnp.zeros(self.weight.shape[0]), self.scale_tril
 
 
 def retrodict_model(given: Problem, dtype: Any = jnp.float64) -> rd.StateSpaceModel:
     """Return the model of the problem."""
     weight, noise, design, obs_noise, prior = (jnp.asarray(a, dtype) for a in given[:5])
     zeros = jnp.zeros(weight.shape[0], dtype)
+    transition = rd.LinearGaussianKernel(weight, zeros, noise)
+    if given.rates is not None:
+        transition = rd.VaryingLinearGaussianKernel(ScaledTransition(weight, noise))
     return rd.StateSpaceModel(
         prior=rd.Gaussian(zeros, prior),
-        transition=rd.LinearGaussianKernel(weight, zeros, noise),
+        transition=transition,
         emission=rd.LinearGaussianKernel(design, jnp.zeros(design.shape[0], dtype), obs_noise),
     )
 
 
-def retrodict_smoother(given: Problem, task: Task) -> Program:
-    def smooth(model: rd.StateSpaceModel, data: tuple[Any, Any]) -> Any:
-        ys, mask = data
+def tanh_model(state_dim: int, obs_dim: int, dtype: Any = jnp.float64) -> rd.StateSpaceModel:
+    """Return the model of a problem, observed through a hyperbolic tangent."""
+    linear = retrodict_model(problem(Task("retrodict", "smoother", state_dim, obs_dim, 2)), dtype)
+    design, noise = linear.emission.weight, linear.emission.scale_tril
+    emission = rd.NonlinearGaussianKernel(lambda x: jnp.tanh(design @ x), noise)
+    return rd.StateSpaceModel(linear.prior, linear.transition, emission)
+
+
+def retrodict_smoother(given: Problem) -> Program:
+    def smooth(model: rd.StateSpaceModel, data: tuple[Any, Any, Any]) -> Any:
+        ys, mask, inputs = data
         mask = True if mask is None else mask  # True promises that nothing is missing
-        exact = rd.kalman_smoother(model, ys, mask=mask, parallel=task.parallel)
-        marginals = exact.chain.marginals(parallel=task.parallel)
+        verb: Any = rd.kalman_smoother if ys.ndim == 2 else rd.kalman_smoother_batch
+        exact = verb(model, ys, mask=mask, inputs=inputs)
+        marginals = exact.chain.marginals() if ys.ndim == 2 else exact.marginals()
         return exact.log_evidence, marginals.mean, marginals.covariance
 
-    data = jax.tree.map(jnp.asarray, (given.ys, given.mask))
+    data = jax.tree.map(jnp.asarray, (given.ys, given.mask, given.rates))
     return Program(smooth, (retrodict_model(given), data), _read_moments)
 
 
-def retrodict_gradient(given: Problem, task: Task) -> Program:
+def retrodict_gradient(given: Problem) -> Program:
     def log_evidence(model: rd.StateSpaceModel, ys: Any) -> Any:
-        return rd.kalman_smoother(model, ys, mask=True, parallel=task.parallel).log_evidence
+        return rd.kalman_smoother(model, ys, mask=True).log_evidence
 
     def read(gradient: rd.StateSpaceModel) -> dict[str, Any]:
         transition: Any = gradient.transition
@@ -116,20 +129,18 @@ def retrodict_gradient(given: Problem, task: Task) -> Program:
     return Program(jax.grad(log_evidence), arguments, read)
 
 
-def dynamax_smoother(given: Problem, task: Task) -> Program:
-    del task
-    model, parameters = _dynamax_model(given)
+def dynamax_smoother(given: Problem) -> Program:
+    from dynamax.linear_gaussian_ssm import lgssm_smoother
 
     def smooth(parameters: Any, ys: Any) -> Any:
-        posterior = model.smoother(parameters, ys)
+        posterior = lgssm_smoother(parameters, ys)
         means, covariances = posterior.smoothed_means, posterior.smoothed_covariances
         return posterior.marginal_loglik, means, covariances
 
-    return Program(smooth, (parameters, jnp.asarray(given.ys)), _read_moments)
+    return Program(smooth, (_dynamax_model(given)[1], jnp.asarray(given.ys)), _read_moments)
 
 
-def dynamax_gradient(given: Problem, task: Task) -> Program:
-    del task
+def dynamax_gradient(given: Problem) -> Program:
     model, parameters = _dynamax_model(given)
 
     def read(gradient: Any) -> dict[str, Any]:
@@ -141,8 +152,7 @@ def dynamax_gradient(given: Problem, task: Task) -> Program:
     return Program(function, (parameters, jnp.asarray(given.ys)), read)
 
 
-def cuthbert_smoother(given: Problem, task: Task) -> Program:
-    del task
+def cuthbert_smoother(given: Problem) -> Program:
     import cuthbert
     from cuthbert.gaussian import kalman
 
@@ -173,33 +183,46 @@ def cuthbert_smoother(given: Problem, task: Task) -> Program:
     return Program(smooth, (parameters, jnp.asarray(given.ys)), read)
 
 
-def statsmodels_smoother(given: Problem, task: Task) -> Prepared:
+def statsmodels_smoother(given: Problem) -> Prepared:
+    """Prepare its smoother; it takes one series after the other."""
     from statsmodels.tsa.statespace.kalman_smoother import (
         SMOOTHER_STATE,
         SMOOTHER_STATE_COV,
         KalmanSmoother,
     )
 
-    smoother = KalmanSmoother(k_endog=task.obs_dim, k_states=task.state_dim)
-    smoother.bind(given.ys.copy())
-    smoother["transition"] = given.weight
-    smoother["selection"] = np.eye(task.state_dim)
-    smoother["state_cov"] = given.noise @ given.noise.T
-    smoother["design"] = given.design
-    smoother["obs_cov"] = given.obs_noise @ given.obs_noise.T
-    smoother.initialize_known(np.zeros(task.state_dim), given.prior @ given.prior.T)
+    obs_dim, state_dim = given.design.shape
 
-    def call() -> Any:
-        # The default would also smooth disturbances and autocovariances.
-        return smoother.smooth(smoother_output=SMOOTHER_STATE | SMOOTHER_STATE_COV)
+    def smoother(ys: Any) -> Any:
+        smoother = KalmanSmoother(k_endog=obs_dim, k_states=state_dim)
+        smoother.bind(ys.copy())
+        smoother["transition"] = given.weight
+        smoother["selection"] = np.eye(state_dim)
+        smoother["state_cov"] = given.noise @ given.noise.T
+        smoother["design"] = given.design
+        smoother["obs_cov"] = given.obs_noise @ given.obs_noise.T
+        smoother.initialize_known(np.zeros(state_dim), given.prior @ given.prior.T)
+        return smoother
 
-    result = call()
-    variances = np.diagonal(result.smoothed_state_cov)
-    answer = _named_moments(result.llf, result.smoothed_state.T, variances)
-    return Prepared(call, None, answer, {})
+    smoothers = [smoother(ys) for ys in given.ys.reshape(-1, *given.ys.shape[-2:])]
+    # The default would also smooth disturbances and autocovariances.
+    outputs = SMOOTHER_STATE | SMOOTHER_STATE_COV
+
+    def call() -> list[Any]:
+        return [each.smooth(smoother_output=outputs) for each in smoothers]
+
+    def read(results: list[Any]) -> dict[str, Any]:
+        moments = [
+            (each.llf, each.smoothed_state.T, np.moveaxis(each.smoothed_state_cov, -1, 0))
+            for each in results
+        ]
+        arrays = moments[0] if given.ys.ndim == 2 else map(np.stack, zip(*moments, strict=True))
+        return _read_moments(arrays)
+
+    return prepared(call, read)
 
 
-PROGRAMS: dict[tuple[str, str], Callable[[Problem, Task], Program]] = {
+PROGRAMS: dict[tuple[str, str], Callable[[Problem], Program]] = {
     ("retrodict", "smoother"): retrodict_smoother,
     ("retrodict", "gradient"): retrodict_gradient,
     ("dynamax", "smoother"): dynamax_smoother,
@@ -209,45 +232,15 @@ PROGRAMS: dict[tuple[str, str], Callable[[Problem, Task], Program]] = {
 
 
 def prepare(task: Task) -> Prepared:
-    """Compile the call of a task and run it once."""
+    """Compile the call of a task and run it."""
+    given = problem(task)
     if task.library == "statsmodels":
-        return _as_json(statsmodels_smoother(problem(task), task))
-    if not task.memory:
-        return _as_json(_compiled(task)[0])
-    # The library, the compiler and a small run set the baseline that a long series adds to.
-    _compiled(replace(task, num_times=16))
-    before = _peak_bytes()
-    prepared, jitted, arguments = _compiled(task)
-    for _ in range(2):
-        prepared.call()
-    peak = _peak_bytes() - before
-    counted = jitted.lower(*arguments).compile().memory_analysis()
-    facts = {
-        "resident_bytes": peak,
-        "xla_bytes": counted.argument_size_in_bytes
-        + counted.output_size_in_bytes
-        + counted.temp_size_in_bytes,
-    }
-    # So long an answer is not worth sending: the short series are compared elsewhere.
-    return prepared._replace(facts=facts, answer={})
-
-
-def _compiled(task: Task) -> tuple[Prepared, Any, tuple[Any, ...]]:
-    function, arguments, read = PROGRAMS[task.library, task.what](problem(task), task)
-    if task.num_series > 1:
+        return statsmodels_smoother(given)
+    function, arguments, read = PROGRAMS[task.library, task.what](given)
+    if task.num_series > 1 and task.library != "retrodict":  # which has a verb for batches
         function = jax.vmap(function, in_axes=(*(None,) * (len(arguments) - 1), 0))
     jitted = jax.jit(function)
-
-    def call() -> Any:
-        return jax.block_until_ready(jitted(*arguments))
-
-    start = time.perf_counter()
-    result = call()
-    first = time.perf_counter() - start
-    start = time.perf_counter()
-    call()
-    run = time.perf_counter() - start
-    return Prepared(call, max(first - run, 0.0), read(result), {}), jitted, arguments
+    return prepared(lambda: jax.block_until_ready(jitted(*arguments)), read)
 
 
 class _Affine(NamedTuple):
@@ -268,6 +261,9 @@ def _dynamax_model(given: Problem) -> tuple[Any, Any]:
         emission_weights=design,
         emission_covariance=obs_noise @ obs_noise.T,
     )
+    if given.rates is not None:
+        weights = given.rates[..., None] * given.weight
+        parameters = parameters._replace(dynamics=parameters.dynamics._replace(weights=weights))
     return model, parameters
 
 
@@ -277,7 +273,13 @@ def _read_moments(result: Any) -> dict[str, Any]:
 
 
 def _named_moments(evidence: Any, means: Any, variances: Any) -> dict[str, Any]:
-    return {"log-evidence": evidence, "smoothed means": means, "smoothed variances": variances}
+    """Name the moments, at no more than 1,000 to 2,000 rows of a series, which are sent as text."""
+    rows = slice(None, None, max(1, means.shape[-2] // 1000))
+    return {
+        "log-evidence": evidence,
+        "smoothed means": means[..., rows, :],
+        "smoothed variances": variances[..., rows, :],
+    }
 
 
 def _named_gradient(prior_mean: Any, transition: Any, emission: Any) -> dict[str, Any]:
@@ -289,12 +291,3 @@ def _named_gradient(prior_mean: Any, transition: Any, emission: Any) -> dict[str
         "d/d emission weight": emission.weight,
         "d/d emission bias": emission.bias,
     }
-
-
-def _as_json(prepared: Prepared) -> Prepared:
-    answer = {name: np.asarray(array).tolist() for name, array in prepared.answer.items()}
-    return prepared._replace(answer=answer)
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

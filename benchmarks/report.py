@@ -1,7 +1,7 @@
-"""Tables on the terminal, with rich if it is installed."""
+"""Tables of text, on the terminal and in Markdown."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 
 
 @dataclass
@@ -15,28 +15,6 @@ class Table:
 
     def show(self) -> None:
         """Print the table; its first column is aligned left, the others right."""
-        if find_spec("rich"):
-            self._show_rich()
-        else:
-            self._show_plain()
-        for note in self.notes:
-            print(f"  {note}")
-        print(flush=True)
-
-    def _show_rich(self) -> None:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-
-        table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD)
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        # Wide enough for every column: what is piped into a file must not be cut at 80.
-        Console(width=max(100, self._width()), highlight=False, markup=False).print(table)
-
-    def _show_plain(self) -> None:
         lines = [self.columns, *self.rows]
         widths = [max(len(line[index]) for line in lines) for index in range(len(self.columns))]
         print(f"\n{self.title}\n")
@@ -46,11 +24,15 @@ class Table:
                 for index, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
             print("  " + "  ".join(cells))
+        for note in self.notes:
+            print(f"  {note}")
+        print(flush=True)
 
-    def _width(self) -> int:
-        lines = [self.columns, *self.rows]
-        columns = range(len(self.columns))
-        return sum(max(len(line[index]) for line in lines) + 3 for index in columns) + 4
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -62,9 +44,16 @@ def milliseconds(seconds: float | None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def times(ratio: float | None, prefix: str = "") -> str:
-    """Format a ratio such as 12.3x, or a dash."""
+def duration(seconds: float | None) -> str:
+    """Format a time in seconds from one second on, else in milliseconds; a dash if unknown."""
+    if seconds is None or seconds < 1:
+        return "–" if seconds is None else f"{milliseconds(seconds)} ms"
+    return f"{seconds:.1f} s"
+
+
+def times(ratio: float | None) -> str:
+    """Format a ratio such as 12x or 4.5x, or a dash."""
     if ratio is None:
         return "–"
-    decimals = 0 if ratio >= 100 or ratio == int(ratio) else 1 if ratio >= 1 else 2
-    return f"{prefix}{ratio:.{decimals}f}x"
+    decimals = 0 if ratio >= 10 else 1 if ratio >= 1 else 2
+    return f"{ratio:.{decimals}f}x"

@@ -1,7 +1,7 @@
-"""Time retrodict and its peers on the CPU: tables on the terminal, figures as JSON.
+"""Time retrodict and its peers on two CPU cores: one table, cost curves, and one JSON file.
 
-`make bench` runs everything; `--quick` runs a smaller version and `--only` some suites. A complete
-run writes `results/kalman-cpu.json`, any other only the file of `--out`.
+`make bench` runs everything and writes `results/speed.json`, from which `speed_page.py` writes
+docs/speed.md. `--only` runs some suites alone, and writes only the file of `--out`.
 """
 
 import argparse
@@ -10,37 +10,82 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from suites import LOOP_FLAG, SUITES
+from measure import Record, Task
+from race import race
+from rows import CURVES, ROWS, SUITES, Row
+from speed_page import comparison, cost
 
-RESULTS = Path(__file__).with_name("results") / "kalman-cpu.json"
-PACKAGES = ("retrodict", "jax", "jaxlib", "numpy", "statsmodels", "dynamax", "cuthbert")
+RESULTS = Path(__file__).with_name("results") / "speed.json"
+PACKAGES = ("retrodict", "jax", "numpy", "statsmodels", "dynamax", "cuthbert", "particles")
 
 
 def main() -> None:
     arguments = _parse()
-    facts = machine()
-    print(json.dumps(facts, indent=2), flush=True)
-    start, results = time.perf_counter(), {}
-    for name in arguments.only or SUITES:
-        load = os.getloadavg()[0]  # anything else at work blurs every figure
-        print(f"\n== {name} (load {load:.1f})", flush=True)
-        outcome = SUITES[name](arguments.quick)
-        for table in outcome.tables:
-            table.show()
-        records = [record.as_json() for record in outcome.records]
-        results[name] = {"load": load, "records": records}
-    print(f"'with the XLA flag' means XLA_FLAGS={LOOP_FLAG}")
-    print(f"All of it took {time.perf_counter() - start:.0f} s.")
-    complete = not arguments.quick and not arguments.only
-    out = arguments.out or (RESULTS if complete else None)
+    begun = time.perf_counter()
+    only = arguments.only or (*SUITES, "curves")
+    results: dict[str, Any] = {"machine": machine(), "rows": [], "curves": []}
+    print(json.dumps(results["machine"], indent=2), flush=True)
+    records: dict[Task, Record] = {}
+    for row in ROWS:
+        if row.suite in only:
+            _measure(row.work, row.tasks(), records)
+            results["rows"].append(_row_as_json(row, records))
+    for curve in CURVES if "curves" in only else ():
+        for size in curve.sizes:
+            _measure(f"{curve.title}: {size:,}", curve.tasks(size), records)
+        results["curves"].append(
+            {
+                "axis": curve.axis,
+                "title": curve.title,
+                "sizes": curve.sizes,
+                "best_s": {
+                    library: [records[curve.tasks(size)[index]].best_s for size in curve.sizes]
+                    for index, library in enumerate(curve.libraries)
+                },
+            }
+        )
+    results["seconds"] = time.perf_counter() - begun
+    comparison("retrodict and its peers", results["rows"]).show()
+    for curve in results["curves"]:
+        cost(curve).show()
+    print(f"All of it took {results['seconds'] / 60:.0f} minutes.")
+    out = arguments.out or (None if arguments.only else RESULTS)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"machine": facts, "suites": results}, indent=1) + "\n")
+        out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"Written to {os.path.relpath(out)}.")
+
+
+def _measure(title: str, tasks: Iterable[Task], records: dict[Task, Record]) -> None:
+    """Race the tasks of a row, unless all of them were measured for an earlier one."""
+    tasks = list(tasks)
+    if all(task in records for task in tasks):
+        return
+    load, begun = os.getloadavg()[0], time.perf_counter()  # other work blurs every figure
+    for record in race(tasks):
+        records[record.task] = record
+        if record.failure:
+            print(f"  {record.task.library}: {record.failure}")
+    print(f"{title}: {time.perf_counter() - begun:.0f} s (load {load:.1f})", flush=True)
+
+
+def _row_as_json(row: Row, records: dict[Task, Record]) -> dict[str, Any]:
+    measured = [records[task] for task in row.tasks()]
+    return {
+        "suite": row.suite,
+        "work": row.work,
+        "measure": row.measure,
+        "target": row.target,
+        "value": row.value(records),
+        "met": row.met(records),
+        "why": row.why,
+        "shown_s": {record.task.library: row.seconds(record) for record in measured},
+        "records": {record.task.library: record.as_json() for record in measured},
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -49,6 +94,7 @@ def machine() -> dict[str, Any]:
         "commit": _commit(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "system": platform.system(),
         "python": platform.python_version(),
         "dtype": "float64",
@@ -83,8 +129,7 @@ def _version(package: str) -> str | None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time retrodict beside its peers on the CPU.")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--only", nargs="+", choices=list(SUITES), help="run these suites alone")
+    parser.add_argument("--only", nargs="+", choices=[*SUITES, "curves"], help="some suites")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     return parser.parse_args()
 

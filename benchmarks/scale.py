@@ -24,7 +24,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import retrodict as rd
-from kalman import problem, retrodict_model
+from kalman import problem, retrodict_model, tanh_model
 from measure import Task
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
@@ -113,7 +113,7 @@ def dimensions(setting: Setting) -> Iterator[dict[str, Any]]:
 def training_step(setting: Setting, name: str, batch: int, d: int, m: int) -> dict[str, Any]:
     """Return the figures of one step of Adam."""
     n, (kind, parallel) = setting.options.length, FAMILIES[name]
-    model = nonlinear_model(setting.dtype, d, m)
+    model = tanh_model(d, m, setting.dtype)
     keys = jax.random.split(jax.random.key(1), batch)
     ys = jax.jit(jax.vmap(lambda key: model.simulate(key, n)[1]))(keys)
     optimiser = optax.adam(1e-3)
@@ -184,7 +184,7 @@ def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
 def remat(setting: Setting) -> Iterator[dict[str, Any]]:
     """Measure the gradient of the ELBO of one series, with and without rematerialisation."""
     for n in sorted(setting.options.rows):
-        model = nonlinear_model(setting.dtype, STATE, OBS)
+        model = tanh_model(STATE, OBS, setting.dtype)
         ys = jax.jit(lambda key, n=n, model=model: model.simulate(key, n)[1])(jax.random.key(1))
         family = rd.RecurrentFamily(jax.random.key(0), STATE, OBS).prepare(model, ys)
         parameters, fixed = eqx.partition((family, model), eqx.is_inexact_array)
@@ -197,14 +197,6 @@ def remat(setting: Setting) -> Iterator[dict[str, Any]]:
 
             timing = setting.measure(jax.value_and_grad(loss), parameters, ys, jax.random.key(2))
             yield {"what": what, "num_times": n, "segment": segment, **timing}
-
-
-def nonlinear_model(dtype: Any, d: int, m: int) -> rd.StateSpaceModel:
-    """Return the linear model of the other parts, observed through a hyperbolic tangent."""
-    linear = retrodict_model(problem(Task("retrodict", "smoother", d, m, 2)), dtype)
-    design, noise = linear.emission.weight, linear.emission.scale_tril
-    emission = rd.NonlinearGaussianKernel(lambda x: jnp.tanh(design @ x), noise)
-    return rd.StateSpaceModel(linear.prior, linear.transition, emission)
 
 
 PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {

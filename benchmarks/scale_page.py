@@ -17,6 +17,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 
+from report import markdown  # noqa: E402
+
 Run = dict[str, Any]
 
 HEADER = """# Scale: measurements
@@ -29,12 +31,6 @@ memory traffic alone, at the rates of a large matrix product and a large copy on
 
 ![Cost against length, batch, states and devices](images/scale.png)
 """
-
-
-def table(columns: list[str], rows: Iterable[list[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def machine_of(results: dict[str, Any]) -> str:
@@ -80,7 +76,7 @@ def length_section(results: dict[str, Any]) -> str:
         )
     columns = ["rows", "exact, ms", "`ScanFamily`, ms", "`RecurrentFamily`, ms"]
     columns += ["efficiency, exact", "efficiency, scan", "MB, exact", "MB, scan"]
-    return f"{machine_of(results)}.\n\n" + table(columns, rows)
+    return f"{machine_of(results)}.\n\n" + markdown(columns, rows)
 
 
 def training_section(results: dict[str, Any], part: str, key: str) -> str:
@@ -101,7 +97,7 @@ def training_section(results: dict[str, Any], part: str, key: str) -> str:
     about = f"{machine_of(results)}; {runs[0]['num_times']} rows per series"
     about += f", {runs[0]['batch']} series.\n\n" if key != "batch" else ".\n\n"
     columns = [key.replace("_", " "), "family", "ms per step", "rows per second", "efficiency"]
-    return about + table([*columns, "MB", "compilation, s"], rows)
+    return about + markdown([*columns, "MB", "compilation, s"], rows)
 
 
 def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
@@ -114,7 +110,7 @@ def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
             rates = [f"{run['rows_per_s']:,.0f}" for run in (fast, slow)]
             rows.append([f"`{fast['what'].capitalize()}Family`", *rates, f"{ratio:,.0f}"])
     about = f"{machine_of(gpu)}, compared with two CPU cores of that machine; rows per second.\n\n"
-    return about + table(["family", "accelerator", "two cores", "ratio"], rows)
+    return about + markdown(["family", "accelerator", "two cores", "ratio"], rows)
 
 
 def sharded_section(results: dict[str, Any]) -> str:
@@ -133,7 +129,7 @@ def sharded_section(results: dict[str, Any]) -> str:
     ]
     columns = ["smoother", "rows", "devices", "MB per device", "MB, one device", "seconds"]
     columns += ["largest difference from the sequential means, in standard deviations"]
-    return f"{machine_of(results)}, simulated devices.\n\n" + table(columns, rows)
+    return f"{machine_of(results)}, simulated devices.\n\n" + markdown(columns, rows)
 
 
 def devices_section(results: dict[str, Any]) -> str:
@@ -154,7 +150,7 @@ def devices_section(results: dict[str, Any]) -> str:
     )
     about += f" {first['num_times']} rows per series."
     columns = ["devices", "series", "ms per training step", "ms to smooth all series"]
-    return f"{about}\n\n" + table(columns, rows)
+    return f"{about}\n\n" + markdown(columns, rows)
 
 
 def disk_section(results: dict[str, Any]) -> str:
@@ -187,7 +183,7 @@ def disk_section(results: dict[str, Any]) -> str:
     about += f" {best['disk'] / best['memory']:.0%} of the best speed in memory. Peaks include"
     about += " compilation."
     columns = ["data", "series", "rows", "rows per second", "seconds of the epoch, in total"]
-    return f"{about}\n\n" + table([*columns, "seconds to open", "peak MB of the process"], rows)
+    return f"{about}\n\n" + markdown([*columns, "seconds to open", "peak MB of the process"], rows)
 
 
 def shares_section(results: dict[str, Any]) -> str:
@@ -210,7 +206,7 @@ def shares_section(results: dict[str, Any]) -> str:
     about += " `data.read_shared`. Each figure is the largest of all processes. Memory is the peak"
     about += " while reading, without that of Python, JAX and the library (the last column)."
     columns = ["processes", "series per process", "seconds", "peak MB", "MB before reading"]
-    return f"{about}\n\n" + table(columns, rows)
+    return f"{about}\n\n" + markdown(columns, rows)
 
 
 def remat_section(results: dict[str, Any]) -> str:
@@ -225,7 +221,7 @@ def remat_section(results: dict[str, Any]) -> str:
     about = f"{machine_of(results)}; memory of the gradient of one series by a `RecurrentFamily`,"
     about += " without the rows themselves, by default and with `remat=True`. The last column is"
     about += " the ratio of times.\n\n"
-    return about + table(["rows", "MB, default", "MB, `remat=True`", "time ratio"], rows)
+    return about + markdown(["rows", "MB, default", "MB, `remat=True`", "time ratio"], rows)
 
 
 BILLION = 1e9
@@ -254,7 +250,7 @@ def billion_section(gpu: dict[str, Any], cpu: dict[str, Any], disk: dict[str, An
         "Computed from the rates above, not measured. Smoothing needs memory for a whole series,\n"
     )
     about += "over all devices together. A training step needs memory for one batch.\n\n"
-    return about + table(["10⁹ rows", "time", "memory"], rows)
+    return about + markdown(["10⁹ rows", "time", "memory"], rows)
 
 
 def duration(seconds: float) -> str:

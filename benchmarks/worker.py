@@ -6,8 +6,23 @@
 import json
 import os
 import sys
+from importlib import import_module
 
 from measure import Task, time_calls
+
+CORES = 2
+MODULES = {
+    "smoother": "kalman",
+    "gradient": "kalman",
+    "linearised": "linearised",
+    "paths": "smoothers",
+    "training": "families",
+    "inference": "families",
+    "fit": "families",
+    "command": "commands",
+    "import": "commands",
+}
+"""The module that prepares each kind of task."""
 
 
 def main() -> None:
@@ -19,19 +34,21 @@ def main() -> None:
         print(json.dumps(content), file=answers, flush=True)
 
     task = Task(**json.loads(sys.argv[1]))
-    _pin(task.cores)
-    # JAX counts the cores when it is imported, so not earlier.
-    from kalman import prepare
-
-    prepared = prepare(task)
-    answer({"compile_s": prepared.compile_s, "answer": prepared.answer, "facts": prepared.facts})
-    for line in sys.stdin:
-        answer(time_calls(prepared.call, int(line)))
-
-
-def _pin(cores: int) -> None:
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    # JAX counts the cores when it is imported, so not earlier.
+    prepared = import_module(MODULES[task.what]).prepare(task)
+    result = {name: _as_list(array) for name, array in prepared.answer.items()}
+    answer({"first_s": prepared.first_s, "second_s": prepared.second_s, "answer": result})
+    for line in sys.stdin:
+        repetitions, seconds = line.split()
+        answer(time_calls(prepared.call, int(repetitions), float(seconds)))
+
+
+def _as_list(array: object) -> object:
+    import numpy as np
+
+    return np.asarray(array).tolist()
 
 
 if __name__ == "__main__":

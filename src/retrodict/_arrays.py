@@ -81,12 +81,31 @@ def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
     dtype = None if array.dtype in (np.float32, np.float64) else jnp.result_type(float)
     if isinstance(array, Tracer):
         return array.astype(dtype)
-    # Evaluated at compile time inside jax.jit too, so that its values can still be checked.
-    # JAX accepts native byte order only, and the user may change a NumPy array later: copy it.
+    if isinstance(array, jax.Array):
+        with jax.ensure_compile_time_eval():
+            return array.astype(dtype)
+    return on_device(array, array.dtype.newbyteorder("=") if dtype is None else dtype)
+
+
+def on_device(array: np.ndarray, dtype: Any = None) -> Array:
+    """Copy a NumPy array to the default device.
+
+    It is not traced inside `jax.jit` either, so that its values can still be checked. Unlike
+    `jnp.array`, it compiles no program for each shape, which takes longer than the copy. The user
+    may change a NumPy array later, which is why it is copied.
+    """
     with jax.ensure_compile_time_eval():
-        if not isinstance(array, jax.Array):
-            array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        return jnp.array(array, dtype)
+        return jax.device_put(np.array(array, dtype))
+
+
+def on_host(*values: Any) -> bool:
+    """Return whether all values are known, and in memory that NumPy reads without a copy."""
+    for value in values:
+        if not is_concrete(value):
+            return False
+        if isinstance(value, jax.Array) and value.devices() != {jax.local_devices()[0]}:
+            return False
+    return jax.default_backend() == "cpu"
 
 
 def as_boolean_array(value: Any, name: str, shape: tuple[int, ...], of: str) -> Array:
@@ -98,7 +117,7 @@ def as_boolean_array(value: Any, name: str, shape: tuple[int, ...], of: str) -> 
         )
     if array.shape != shape:
         raise ValueError(f"{name} must have the shape of {of}, {shape}, got {array.shape}.")
-    return jnp.asarray(array)
+    return array if isinstance(array, jax.Array) else on_device(array)
 
 
 def _as_numpy(value: Any, name: str, missing: bool) -> np.ndarray:

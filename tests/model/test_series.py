@@ -46,3 +46,35 @@ def test_series_of_a_batch_and_rows_of_a_series_are_taken_by_index():
     row = one.rows.at(0)
     np.testing.assert_array_equal(row.ys, ys[1, 0])
     assert row.length is None and row.mask is not None and row.mask.shape == (2,)
+
+
+def test_preparing_arrays_of_numpy_compiles_no_program(caplog: pytest.LogCaptureFixture):
+    """A small program for each operation and shape took most of the time of a command."""
+    ys = np.zeros((3, 17, 2))
+    ys[1, 4] = np.nan
+    mask, length = np.ones(ys.shape, bool), np.array([17, 9, 11])
+    mask[0, 3] = False
+    with jax.log_compiles():
+        batch = prepare_batch(ys, mask=mask, length=length)
+        prepare_batch(ys[:, :13])
+    assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+    assert batch.mask is not None
+    seen = mask & ~np.isnan(ys) & (np.arange(17)[:, None] < length[:, None, None])
+    np.testing.assert_array_equal(batch.mask, seen)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_traced_and_known_arrays_are_prepared_alike(missing: bool):
+    ys = np.arange(12.0).reshape(2, 3, 2)
+    ys[0, 1, 0] = np.nan if missing else 5.0
+    mask, length = np.ones(ys.shape, bool), np.array([2, 3])
+    mask[1, 0] = False
+
+    def prepare(ys: Any) -> Series:
+        return prepare_batch(ys, mask=mask, length=length)
+
+    for known, traced in zip(
+        jax.tree.leaves(prepare(ys)), jax.tree.leaves(jax.jit(prepare)(ys)), strict=True
+    ):
+        assert known.dtype == traced.dtype
+        np.testing.assert_array_equal(known, traced)

@@ -449,3 +449,19 @@ def test_rejection_needs_log_bound_for_non_gaussian_density(key: jax.Array):
 def test_samplers_refuse_counts_below_one(make: Callable, name: str):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         make()
+
+
+@pytest.mark.parametrize(
+    "sampler", [rd.particles.MCMCBackward(3), rd.particles.ExactBackward()], ids=["mcmc", "exact"]
+)
+def test_randomness_of_all_steps_gives_the_draws_of_each(
+    sampler: rd.particles.AbstractBackwardSampler,
+):
+    rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), 4)
+    particles, xs = jnp.asarray(rng.normal(size=(20, 2))), jnp.asarray(rng.normal(size=(30, 2)))
+    pairs = BackwardWeights.of(linear_kernel(2, rng), None, particles)
+    log_weights = jax.nn.log_softmax(jnp.asarray(rng.normal(size=20)))
+    state = pairs, log_weights, xs, jnp.asarray(rng.integers(20, size=30), jnp.int32)
+    draw, randomness = backward_module.draws_by_step(sampler, keys, 30)
+    for key, random in zip(keys, randomness, strict=True):
+        np.testing.assert_array_equal(draw(random, *state), sampler.draw(key, *state))

@@ -118,3 +118,17 @@ def test_extreme_positions_select_weighted_particles(share: float):
     sums = jnp.cumsum(jnp.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0]))
     indices = resampling.inverse(sums, jnp.array([share, np.nextafter(share, 0.5)]))
     assert indices.tolist() == ([2, 2] if share == 0 else [4, 4])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 31, 1000])
+def test_inverse_selects_as_a_search_of_numpy(count: int):
+    rng = np.random.default_rng(count)
+    weights = np.where(rng.random(count) < 0.3, 0.0, rng.random(count) ** 4)
+    weights[rng.integers(count)] = 1.0
+    sums = np.cumsum(weights)
+    # Inside and on the edges of the particles' shares, and on both sides of (0, 1).
+    positions = np.concatenate([rng.random(500), sums[:-1] / sums[-1], [0.0, 1.0]])
+    below_total = np.nextafter(sums[-1], 0.0)
+    expected = np.searchsorted(sums, np.minimum(positions * sums[-1], below_total), side="right")
+    got = resampling.inverse(jnp.asarray(sums), jnp.asarray(positions).reshape(1, -1))
+    np.testing.assert_array_equal(got[0], expected)

@@ -555,19 +555,39 @@ def test_degenerate_particles_give_no_predictive_levels():
 def test_held_out_points_are_drawn_until_enough():
     mask = np.ones((1, 60, 1), bool)
     mask[0, 5] = False
-    away = _residuals.hide(jax.random.key(0), mask, 0.1, 20)
+    away = _residuals.hide(np.random.default_rng(0), mask, 0.1, 20)
     assert len(away) > 1 and 20 <= away.sum() <= 30
     assert not away[:, 0, 5].any() and away.sum(axis=0).max() == 1
-    assert len(_residuals.hide(jax.random.key(0), np.ones((1, 400, 1), bool), 0.1, 20)) == 1
-    all_once = _residuals.hide(jax.random.key(0), mask[:, :12], 0.1, 20)
+    assert len(_residuals.hide(np.random.default_rng(0), np.ones((1, 400, 1), bool), 0.1, 20)) == 1
+    all_once = _residuals.hide(np.random.default_rng(0), mask[:, :12], 0.1, 20)
     assert (all_once.sum(axis=0) == mask[:, :12]).all()
 
 
 def test_held_out_points_of_short_series_are_counted(run: runs.Run, table: data.Table):
-    finding = _check._check_coverage(run, table, jax.random.key(0), 0)
+    finding = _check._check_coverage(run, table, 0)
     assert finding.verdict == "good" and "times with different points" in finding.meaning
     few = table.last(12)
-    assert _check._check_coverage(run, few, jax.random.key(0), 0).verdict == "unknown"
+    assert _check._check_coverage(run, few, 0).verdict == "unknown"
+
+
+def test_levels_of_hidden_entries_are_those_of_the_joint_gaussian():
+    n, level, noise, spread = 7, 0.5, 0.8, 2.0
+    model = rd.unwrap(models.local_level(level_scale=level, obs_scale=noise, prior_scale=spread))
+    assert _residuals.has_independent_noise(model)
+    ys = np.random.default_rng(0).normal(size=(2, n, 1))
+    mask = np.ones((2, n, 1), bool)
+    mask[0, 2], mask[1, 4:6] = False, False
+    options = {"mask": mask, "inputs": None, "length": np.array([n, n - 1])}
+    levels = _residuals.smoothed_levels(model, ys, **options)
+    times = np.arange(n)
+    covariance = spread**2 + level**2 * np.minimum(times[:, None], times) + noise**2 * np.eye(n)
+    for series, hidden, rows in ((0, 2, n), (1, 4, n - 1), (1, 5, n - 1)):
+        seen = np.flatnonzero(mask[series, :rows, 0])
+        gain = np.linalg.solve(covariance[np.ix_(seen, seen)], covariance[seen, hidden])
+        mean = gain @ ys[series, seen, 0]
+        std = np.sqrt(covariance[hidden, hidden] - gain @ covariance[seen, hidden])
+        expected = scipy.stats.norm.cdf(ys[series, hidden, 0], mean, std)
+        np.testing.assert_allclose(levels[series, hidden, 0], expected, rtol=1e-9)
 
 
 def test_bands_of_columns_are_exact_for_linear_gaussian_models(run: runs.Run, table: data.Table):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from retrodict._arrays import on_device
 from retrodict._checkpoint.allowed import (
     ENUM_NAMES,
     FUNCTION_NAMES,
@@ -250,7 +251,7 @@ class Reader:
             return array[()]
         if kind != "jax":
             return array
-        value = jnp.asarray(array)
+        value = on_device(array)
         if value.dtype != array.dtype:
             raise CheckpointError(
                 f"{path} of {self.path} is {described_array}, and JAX has 64-bit types disabled."

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, known_values
-from retrodict._model import Series, StateSpaceModel, prepare_batch, prepare_data
+from retrodict._model import Series, StateSpaceModel, prepare_data_batch
 from retrodict.distributed import (
     is_multi_process,
     map_shards,
@@ -226,7 +226,7 @@ class ArrayDataset(AbstractDataset):
             series = shard_over(series, mesh, P(mesh.axis_names))
         self._series, self._count, self._mesh = series, count, mesh
         self.num_times = series.ys.shape[1]
-        self.num_rows = float(Minibatch(series, count).num_rows())
+        self.num_rows = float(eqx.filter_jit(Minibatch.num_rows)(Minibatch(series, count)))
 
     def spaced(self, count: int) -> Series:
         """Return at most `count` series at equal distances."""
@@ -340,18 +340,13 @@ def batch_for(
 
     Args:
         model: the model.
-        ys: observations, as in `prepare_batch`, like the rest.
+        ys: observations, as in `prepare_data_batch`, like the rest.
         mask: true where an entry was observed.
         inputs: inputs.
         length: the number of existing rows.
         learner: the calling function if it learns from the series, which needs observed entries.
     """
-    batch = prepare_batch(
-        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
-    )
-    first = batch.at(0)
-    first = to_hosts(first) if is_multi_process(first) else first
-    prepare_data(model, first.ys, inputs=first.inputs)
+    batch = prepare_data_batch(model, ys, mask=mask, inputs=inputs, length=length)
     observed = None if batch.mask is None else known_values(batch.mask)
     if learner is not None and observed is not None and not observed.any():
         raise ValueError(f"{learner} expects observed entries in ys, got none: all are missing.")

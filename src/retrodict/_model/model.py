@@ -43,6 +43,7 @@ from retrodict._model.series import (
     prepare_row,
     prepare_series,
 )
+from retrodict.distributed import is_multi_process, to_hosts
 
 
 class StateSpaceModel(AbstractWhole):
@@ -204,7 +205,7 @@ def prepare_data(
     expected = _expected_inputs(model)
     series = prepare_series(ys, mask=mask, inputs=inputs, length=length, **expected)
     check_columns(series.ys, "ys", _obs_dim(model, series.inputs))
-    _check_scales(model, series)
+    _check_scales(model, series.inputs, series.length)
     return series
 
 
@@ -215,7 +216,10 @@ def prepare_data_batch(
     expected = _expected_inputs(model)
     batch = prepare_batch(ys, mask=mask, inputs=inputs, length=length, **expected)
     check_columns(batch.ys, "ys", _obs_dim(model, batch.inputs))
-    _check_scales(model, jax.tree.map(lambda leaf: leaf[0], batch))
+    first = None, None
+    if batch.inputs is not None:
+        first = jax.tree.map(lambda leaf: leaf[0], (batch.inputs, batch.length))
+    _check_scales(model, *(to_hosts(first) if is_multi_process(first) else first))
     return batch
 
 
@@ -242,7 +246,9 @@ def _obs_dim(model: StateSpaceModel, inputs: Float[Array, "*time input"] | None)
     return _shape_of_draw(model.emission, x, u)[0]
 
 
-def _check_scales(model: StateSpaceModel, series: Series) -> None:
+def _check_scales(
+    model: StateSpaceModel, inputs: Float[Array, "time input"] | None, length: Any
+) -> None:
     """Refuse known scales that are not lower triangular.
 
     Constructors check them too, but `equinox.tree_at` does not call these. Kernels whose parameters
@@ -253,14 +259,14 @@ def _check_scales(model: StateSpaceModel, series: Series) -> None:
         scale = getattr(part, "scale_tril", None)
         if isinstance(part, (Gaussian, NonlinearGaussianKernel)) and eqx.is_array(scale):
             check_lower("scale_tril", scale)
-    if series.inputs is None or not is_concrete(series.inputs):
+    if inputs is None or not is_concrete(inputs):
         return
-    length = series.num_times if series.length is None else series.length
+    length = inputs.shape[0] if length is None else length
     rows = int(length) if is_concrete(length) else 1
     if isinstance(model.emission, VaryingLinearGaussianKernel):
-        model.emission.at(series.inputs[0])
+        model.emission.at(inputs[0])
     if isinstance(model.transition, VaryingLinearGaussianKernel) and rows > 1:
-        model.transition.at(series.inputs[1])
+        model.transition.at(inputs[1])
 
 
 def check_densities(

@@ -5,6 +5,7 @@ check against a model or a family and call these. A NaN becomes a masked entry w
 before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -20,6 +21,8 @@ from retrodict._arrays import (
     check_rows,
     is_concrete,
     known_values,
+    on_device,
+    on_host,
     where_rows,
 )
 from retrodict.distributed import automatic, to_hosts
@@ -186,11 +189,12 @@ def prepare_batch(
             each = np.asarray(to_hosts(length))
             each = _as_lengths(each, num_times, expected, ((), (count,)))
             each = np.broadcast_to(each, (count,))
-            lengths, exists = jnp.asarray(each), np.arange(num_times)[None] < each[:, None]
+            lengths, exists = on_device(each), np.arange(num_times)[None] < each[:, None]
         ys, observed = _fill(ys, _observed_entries(ys, mask, "ys"), each)
         us = _prepare_inputs(inputs, (count, num_times), exists, takes_input, input_dim)
-    if observed is not None and is_concrete(observed) and observed.all():
-        observed = None
+    if observed is not None and is_concrete(observed):
+        entries = np.asarray(observed) if on_host(observed) else observed
+        observed = None if entries.all() else observed
     return Series(ys, observed, us, lengths)
 
 
@@ -261,7 +265,8 @@ def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:
     if length is None:
         return None
     count = length if isinstance(length, jax.Array) else np.asarray(length)
-    return jnp.asarray(_as_lengths(count, num_times, "one integer", ((),)))
+    count = _as_lengths(count, num_times, "one integer", ((),))
+    return count if isinstance(count, jax.Array) else on_device(count)
 
 
 def _as_lengths(
@@ -387,24 +392,33 @@ def fill_padding(tree: T, exists: Bool[Array, "time"] | None) -> T:
 def _fill(ys: Array, observed: Array | None, length: Any) -> tuple[Array, Array | None]:
     """Mask rows that do not exist, put zero where nothing was observed, and refuse infinities."""
     if observed is not None or length is not None:
-        ys, observed = _masked(ys, observed, length)
+        ys, observed = _evaluate(_masked, ys, observed, length)
     check_finite(ys, "ys", allow_nan=True)
     return ys, observed
 
 
-# Jitted, like `_not_nan`: outside of a compiled program, every operation is compiled by itself.
-@jax.jit
-def _masked(ys: Array, observed: Array | None, length: Any) -> tuple[Array, Array]:
-    entries = jnp.ones(ys.shape, bool) if observed is None else observed
+def _evaluate(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Call a function of a namespace and arrays: of NumPy on the host, else as one program.
+
+    Outside of a compiled program JAX compiles every operation by itself, for every shape.
+    """
+    if not on_host(*arrays):
+        return jax.jit(function, static_argnums=0)(jnp, *arrays)
+    values = (None if array is None else np.asarray(array) for array in arrays)
+    return jax.tree.map(on_device, function(np, *values))
+
+
+def _masked(xp: Any, ys: Any, observed: Any, length: Any) -> tuple[Any, Any]:
+    entries = xp.ones(ys.shape, bool) if observed is None else observed
     if length is not None:
-        rows = jax.lax.broadcasted_iota(length.dtype, (*ys.shape[:-1], 1), ys.ndim - 2)
+        rows = np.arange(ys.shape[-2], dtype=length.dtype)
+        rows = rows.reshape(*(1 for _ in ys.shape[:-2]), -1, 1)
         entries = entries & (rows < length[..., None, None])
-    return jnp.where(entries, ys, 0.0), entries
+    return xp.where(entries, ys, ys.dtype.type(0)), entries
 
 
-@jax.jit
-def _not_nan(ys: Array, mask: Array | None) -> Array:
-    return ~jnp.isnan(ys) if mask is None else mask & ~jnp.isnan(ys)
+def _not_nan(xp: Any, ys: Any, mask: Any) -> Any:
+    return ~xp.isnan(ys) if mask is None else mask & ~xp.isnan(ys)
 
 
 def _observed_entries(ys: Array, mask: Any, name: str) -> Array | None:
@@ -417,5 +431,5 @@ def _observed_entries(ys: Array, mask: Any, name: str) -> Array | None:
                 f"mask=True declares that nothing is missing, and {name} holds NaN. Leave mask out:"
                 " NaN then marks a missing entry."
             )
-        return None if mask or missing is False else _not_nan(ys, None)
-    return _not_nan(ys, as_boolean_array(mask, "mask", ys.shape, name))
+        return None if mask or missing is False else _evaluate(_not_nan, ys, None)
+    return _evaluate(_not_nan, ys, as_boolean_array(mask, "mask", ys.shape, name))

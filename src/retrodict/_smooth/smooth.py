@@ -133,9 +133,8 @@ def smooth(
         ValueError: if shapes do not match, the model lacks a density that the method needs, or
             most of its simulated paths are not finite and `method` is `"amortised"`.
     """
-    if key is None:
-        key = jax.random.key(0)
-    check_key(key, "smooth")
+    if key is not None:
+        check_key(key, "smooth")
     _check_choice(model, method, family)
     estimator = BackwardSampling(num_samples, noise="stratified", by_component=True)
     if estimator.num_replicates < 2:
@@ -151,9 +150,14 @@ def smooth(
         "progress": progress,
     }
     request = Request(plain, batch, family, check, training)
-    answer_key, draw_key = jax.random.split(key)
-    answer = _answer(answer_key, request, method)
-    moments = _marginals(draw_key, answer.chains, estimator, batch.num_series)
+    answer = _exact_answer(request, method)
+    if answer is not None:
+        moments, quantile_key = _exact_moments(answer.chains), None
+    else:
+        answer_key, draw_key = jax.random.split(jax.random.key(0) if key is None else key)
+        answer = _answer(answer_key, request, method)
+        moments = _moments(draw_key, answer.chains, estimator, batch.num_series)
+        quantile_key = jax.random.fold_in(draw_key, 2**31)
     chains = answer.chains
     if jnp.ndim(ys) == 2:
         moments, chains = _only((moments, chains))
@@ -168,7 +172,7 @@ def smooth(
         answer.family,
         model,
         answer.trustworthy,
-        jax.random.fold_in(draw_key, 2**31),
+        quantile_key,
     )
 
 
@@ -196,15 +200,21 @@ def _check_choice(model: Any, method: Any, family: Any) -> None:
         )
 
 
+def _exact_answer(request: Request, method: str) -> Answer | None:
+    """Compute the chains of a linear-Gaussian model, unless another method is asked for."""
+    exact = method in ("auto", "exact") and request.family is None
+    if not exact or not is_linear_gaussian(request.model):
+        return None
+    check_values(request.model, request.batch, False, "smooth")
+    chains = _exact_chains(request.model, request.batch)
+    return Answer(chains, "exact", "The model is linear and Gaussian.", True)
+
+
 def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
-    """Compute the chains by the given method, or by the first that passes."""
+    """Compute the chains by the given approximate method, or by the first that passes."""
     model, batch, prelude = request.model, request.batch, ""
     if request.family is not None:
         method = "amortised"
-    if method in ("auto", "exact") and is_linear_gaussian(model):
-        check_values(model, batch, False, "smooth")
-        posterior = _over_series(lambda series: smooth_series(model, series, False), batch)
-        return Answer(posterior.chain, "exact", "The model is linear and Gaussian.", True)
     if method == "auto" and not request.check:
         raise ValueError(
             "The check chooses the method: with check=False pass method='linearised' or"
@@ -348,11 +358,27 @@ def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
     )
 
 
-def _over_series(smoother: Callable[[Series], Any], batch: Series) -> Any:
-    """Apply a smoother of one series to a batch."""
-    if batch.num_series == 1:  # a program for a batch takes twice as long to trace
-        return _as_batch(smoother(_only(batch)))
-    return eqx.filter_vmap(smoother)(batch)
+def _over_series(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function of one series, or of one chain, to a batch."""
+    if (
+        jax.tree.leaves(batch)[0].shape[0] == 1
+    ):  # a program for a batch takes twice as long to trace
+        return _as_batch(function(_only(batch)))
+    return eqx.filter_vmap(function)(batch)
+
+
+# The exact path is two programs, this one and `_exact_moments`: each operation by itself would take
+# as long to prepare as it takes to smooth a series.
+@eqx.filter_jit
+def _exact_chains(model: StateSpaceModel, batch: Series) -> AbstractBackwardChain:
+    """Smooth a batch under a linear-Gaussian model."""
+    return _over_series(lambda series: smooth_series(model, series, False), batch).chain
+
+
+@eqx.filter_jit
+def _exact_moments(chains: AbstractBackwardChain) -> Marginals:
+    """Return the moments of the linear-Gaussian chains of a batch, in closed form."""
+    return _over_series(lambda chain: marginals(chain, estimator=ClosedForm()), chains)
 
 
 @eqx.filter_jit
@@ -367,14 +393,12 @@ def _as_batch(element: T) -> T:
     return jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, element)
 
 
-def _marginals(
+def _moments(
     key: PRNGKey, chains: AbstractBackwardChain, estimator: BackwardSampling, count: int
 ) -> Marginals:
     """Compute the moments of the chains of a batch."""
     if isinstance(chains, LinearGaussianChain):
-        if count == 1:
-            return _as_batch(marginals(_only(chains), estimator=ClosedForm()))
-        return eqx.filter_vmap(lambda chain: marginals(chain, estimator=ClosedForm()))(chains)
+        return _exact_moments(chains)
     # One chain at a time: the paths of all of them may not fit into memory.
     by_series = [
         marginals(pick(chains, i), estimator=estimator, key=jax.random.fold_in(key, i))

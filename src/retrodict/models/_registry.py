@@ -78,6 +78,11 @@ class ReadyModel(NamedTuple):
         return self.constructor.__name__
 
     @property
+    def has_random_weights(self) -> bool:
+        """Whether the model is built with a key."""
+        return "key" in inspect.signature(self.constructor).parameters
+
+    @property
     def options(self) -> dict[str, Option]:
         """The options by name, with types and defaults from the signature of the constructor."""
         options = {}
@@ -110,7 +115,7 @@ class ReadyModel(NamedTuple):
             raise ModelError(f"{self.name} is a model of {self.obs_dim} columns, got {obs_dim}.")
         accepted = inspect.signature(self.constructor).parameters
         chosen |= {name: obs_dim for name in ("obs_dim", "dim") if name in accepted}
-        if "key" in accepted:
+        if self.has_random_weights:
             if key is None:
                 raise ModelError(f"{self.name} has random initial weights: pass {{key}}", key=...)
             chosen["key"] = key

@@ -371,7 +371,8 @@ def _check_ready(spec: ModelSpec) -> None:
         ready = ready_model(spec.name or "")
     check_options(ready, spec.options, "model.options.")
     with _located("model.options"):
-        model = ready.build(spec.options, obs_dim=ready.obs_dim or 1, key=jax.random.key(0))
+        key = jax.random.key(0) if ready.has_random_weights else None
+        model = ready.build(spec.options, obs_dim=ready.obs_dim or 1, key=key)
     for name, value in spec.start.items():
         with _located(f"model.start.{name}"):
             # Lists have as many entries as the data have columns, which are not known yet.

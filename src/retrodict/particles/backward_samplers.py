@@ -1,22 +1,31 @@
 """Samplers of the FFBSi weights: draw the particle of time k-1 that precedes a state of time k."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from retrodict._arrays import PRNGKey, check_count
 from retrodict.particles.backward_weights import BackwardWeights, by_products, squared_distance
 from retrodict.particles.power_of_two import LOG2_E, power_of_two
-from retrodict.particles.resampling import Particles, Weights, cumulative, inverse, uniforms
+from retrodict.particles.resampling import (
+    Particles,
+    Weights,
+    cumulative,
+    inverse,
+    lattice,
+    uniforms,
+)
 
 Indices: TypeAlias = Int[Array, "sample"]
 Samples: TypeAlias = Float[Array, "sample state"]
 Shares: TypeAlias = Float[Array, "sample"]
+MoveBits: TypeAlias = UInt32[Array, "2 move sample"]
 
 FAN = 16
 """The number of particles, and then of groups, that are summed into one group."""
@@ -139,15 +148,32 @@ class MCMCBackward(AbstractBackwardSampler):
         ancestors: Indices,
     ) -> Indices:
         """Return the ancestors after the moves."""
-        sums, count = cumulative(jnp.exp(log_weights)), xs.shape[0]
+        return self.move(self.bits(key, xs.shape[0]), pairs, log_weights, xs, ancestors)
+
+    def bits(self, key: PRNGKey, num_paths: int) -> MoveBits:
+        """Draw the random bits of all moves of a step."""
+        return jax.random.bits(key, (2, self.num_moves, num_paths), jnp.uint32)
+
+    def move(
+        self,
+        bits: MoveBits,
+        pairs: BackwardWeights,
+        log_weights: Weights,
+        xs: Samples,
+        ancestors: Indices,
+    ) -> Indices:
+        """Return the ancestors after the moves with given random bits."""
+        sums = cumulative(jnp.exp(log_weights))
         prepared = pairs.prepare(xs)
         at, value = ancestors, pairs.each(ancestors, prepared)
         # Proposals do not depend on the current particle: those of all moves are drawn at once.
-        positions, levels = uniforms(key, (2, self.num_moves, count), xs.dtype)
+        positions, levels = lattice(bits, xs.dtype)
         proposals = inverse(sums, positions)
         news = jax.vmap(pairs.each, in_axes=(0, None))(proposals, prepared)
-        for proposed, new, level in zip(proposals, news, levels, strict=True):
-            accepted = level < power_of_two(jnp.minimum(new - value, 1.0))
+        # Logarithms are compared: XLA repeats a polynomial such as `power_of_two` for each use of
+        # its result, and so for each further move.
+        for proposed, new, log2_level in zip(proposals, news, jnp.log2(levels), strict=True):
+            accepted = log2_level < new - value
             at = jnp.where(accepted, proposed, at)
             value = jnp.where(accepted, new, value)
         return at
@@ -252,6 +278,19 @@ class Genealogy(AbstractBackwardSampler):
     ) -> Indices:
         """Return the ancestors."""
         return ancestors
+
+
+def draws_by_step(
+    sampler: AbstractBackwardSampler, keys: Key[Array, "step"], num_paths: int
+) -> tuple[Callable[..., Indices], PyTree]:
+    """Return a function that draws as `sampler.draw` does, and its first argument for each step.
+
+    A scan over 1,000 paths takes most of its time to generate random bits, by many small operations
+    per step. They do not depend on the paths, so that they can be generated for all steps at once.
+    """
+    if isinstance(sampler, MCMCBackward):
+        return sampler.move, jax.vmap(lambda key: sampler.bits(key, num_paths))(keys)
+    return sampler.draw, keys
 
 
 def check_sampler(sampler: Any, owner: str) -> None:

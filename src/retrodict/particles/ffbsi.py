@@ -26,6 +26,7 @@ from retrodict.particles.backward_samplers import (
     ExactBackward,
     Genealogy,
     check_sampler,
+    draws_by_step,
 )
 from retrodict.particles.backward_weights import BackwardWeights
 from retrodict.particles.cloud import Filter
@@ -140,15 +141,17 @@ def draw_paths(
 
     def step(state: tuple[Array, Array], row: tuple) -> tuple[tuple[Array, Array], Array]:
         places, xs = state
-        key, particles, log_weights, ancestors, data, exists = row
+        random, particles, log_weights, ancestors, data, exists = row
         pairs = BackwardWeights.of(kernel, data.inputs, particles, reverse=forward)
-        chosen = sampler.draw(key, pairs, log_weights, xs, ancestors[places])
+        chosen = draw(random, pairs, log_weights, xs, ancestors[places])
         if exists is not None:
             chosen = jnp.where(exists, chosen, places)
         return (chosen, particles[chosen]), chosen
 
+    step_keys = jax.random.split(keys[1], particles.shape[0] - 1)
+    draw, randomness = draws_by_step(sampler, step_keys, num_samples)
     rows = (
-        jax.random.split(keys[1], particles.shape[0] - 1),
+        randomness,
         particles[visited],
         (log_weights if forward_log_weights is None else forward_log_weights)[visited],
         clouds.ancestors[parents],

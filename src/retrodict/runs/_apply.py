@@ -45,7 +45,7 @@ def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0
         run.model,
         **table.batch(),
         **choice,
-        key=jax.random.key(seed),
+        key=None if run.is_exact else jax.random.key(seed),
         num_samples=num_samples,
         check=False,
         progress=False,

@@ -60,7 +60,7 @@ def pit(
     NaN. If the particle filter degenerates, all rows are NaN.
 
     Args:
-        key: a typed key.
+        key: a typed key; linear-Gaussian models need none.
         model: the model.
         ys: one series, of shape `(time, obs)`.
         mask: true where an entry was observed.
@@ -70,7 +70,6 @@ def pit(
     Returns:
         Levels of shape `(time, obs)`, NaN where nothing was observed.
     """
-    filter_key, draw_key, tie_key = jax.random.split(key, 3)
     model = rd.unwrap(model)
     observed = ~np.isnan(np.asarray(ys)) if mask is None else np.asarray(mask)
     us = None if inputs is None else jnp.asarray(inputs)
@@ -79,6 +78,7 @@ def pit(
         level = ndtr((np.where(observed, ys, mean) - mean) / std)
         narrow = std <= WIDE * np.median(std, axis=0)
         return np.where(observed & narrow, np.clip(level, TINY, 1 - TINY), np.nan)
+    filter_key, draw_key, tie_key = jax.random.split(key, 3)
     filtered = rd.particle_filter(
         filter_key, model, ys, num_particles, mask=mask, inputs=inputs, strict=False
     )
@@ -86,23 +86,45 @@ def pit(
     if not np.median(np.asarray(filtered.ess)[rows]) > MIN_EFFECTIVE * num_particles:
         return np.full(observed.shape, np.nan)
     draws = _draw_ahead(model, filtered.particles, filtered.log_weights, draw_key, us)
-    level = randomised_rank(tie_key, np.asarray(draws), np.asarray(ys))
+    uniform = np.asarray(jax.random.uniform(tie_key, observed.shape))
+    level = randomised_rank(uniform, np.asarray(draws), np.asarray(ys))
     # Levels of zero and one have infinite quantiles: keep half a particle away from them.
     edge = 0.5 / num_particles
     return np.where(observed, np.clip(level, edge, 1 - edge), np.nan)
 
 
-def randomised_rank(key: Any, draws: np.ndarray, values: np.ndarray) -> np.ndarray:
+def randomised_rank(uniform: np.ndarray, draws: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return the share of draws below each value; a random part of the draws equal to it counts.
 
     Args:
-        key: a typed key.
+        uniform: uniform random numbers of the shape of `values`.
         draws: `(..., sample, obs)` with the draws on the last axis but one.
         values: `(..., obs)`.
     """
     below = np.mean(draws < values[..., None, :], axis=-2)
     equal = np.mean(draws == values[..., None, :], axis=-2)
-    return below + np.asarray(jax.random.uniform(key, values.shape)) * equal
+    return below + uniform * equal
+
+
+def has_independent_noise(model: rd.StateSpaceModel) -> bool:
+    """Return whether a model without wrappers is linear Gaussian, with independent noise."""
+    emission = model.emission
+    linear = model.is_linear_gaussian and isinstance(emission, rd.LinearGaussianKernel)
+    return linear and isinstance(emission.scale_tril, rd.Diagonal)
+
+
+def smoothed_levels(model: rd.StateSpaceModel, ys: np.ndarray, **options: Any) -> np.ndarray:
+    """Return P(y < y_k | observed entries) of each entry of a batch.
+
+    Args:
+        model: a model with `has_independent_noise`.
+        ys: a batch of series, of shape `(batch, time, obs)`.
+        **options: `mask`, `inputs` and `length`; only levels of entries that the mask hides mean
+            anything.
+    """
+    mean, covariance = _smoothed_rows(model, ys, **options)
+    variance = np.diagonal(np.asarray(covariance), axis1=-2, axis2=-1)
+    return ndtr((ys - np.asarray(mean)) / np.sqrt(variance))
 
 
 def one_step_ahead(
@@ -116,15 +138,38 @@ def one_step_ahead(
         mask: true where an entry was observed.
         us: inputs, of shape `(time, input)`, if the model takes them.
     """
+    observed = ~np.isnan(np.asarray(ys)) if mask is None else np.asarray(mask)
+    mean, covariance = _predictions(model, ys, True if observed.all() else observed, us)
+    variance = np.diagonal(np.asarray(covariance), axis1=1, axis2=2)
+    return np.asarray(mean), np.sqrt(np.maximum(variance, 0.0))
+
+
+@eqx.filter_jit
+def _predictions(
+    model: rd.StateSpaceModel, ys: Any, mask: Any, us: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the moments of each row given the rows before it."""
     filtered = rd.kalman_smoother(model, ys, mask=mask, inputs=us).chain.laws
     later = None if us is None else us[1:]
     before = filtered.mean[:-1], filtered.covariance[:-1]
     mean, covariance = propagate_rows(model.transition, *before, later)
     mean = jnp.concatenate([model.prior.mean[None], mean])
     covariance = jnp.concatenate([model.prior.covariance[None], covariance])
-    mean, covariance = propagate_rows(model.emission, mean, covariance, us)
-    variance = np.diagonal(np.asarray(covariance), axis1=1, axis2=2)
-    return np.asarray(mean), np.sqrt(np.maximum(variance, 0.0))
+    return propagate_rows(model.emission, mean, covariance, us)
+
+
+@eqx.filter_jit
+def _smoothed_rows(
+    model: rd.StateSpaceModel, ys: Any, *, mask: Any, inputs: Any, length: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return the moments of each row of a batch given the observed entries."""
+
+    def one(ys: Any, mask: Any, us: Any, length: Any) -> tuple[jax.Array, jax.Array]:
+        exact = rd.kalman_smoother(model, ys, mask=mask, inputs=us, length=length)
+        laws = exact.chain.marginals()
+        return propagate_rows(model.emission, laws.mean, laws.covariance, us)
+
+    return jax.vmap(one)(ys, mask, inputs, length)
 
 
 @eqx.filter_jit
@@ -233,11 +278,11 @@ class Coverage(NamedTuple):
     p_value: float
 
 
-def hide(key: Any, mask: np.ndarray, share: float, fewest: int) -> np.ndarray:
+def hide(random: np.random.Generator, mask: np.ndarray, share: float, fewest: int) -> np.ndarray:
     """Choose observed entries to hide: a random share of them, then others if needed.
 
     Args:
-        key: a typed key.
+        random: the generator of random numbers.
         mask: true where an entry was observed.
         share: the share of the entries hidden at a time.
         fewest: the number of entries to hide in all.
@@ -246,7 +291,7 @@ def hide(key: Any, mask: np.ndarray, share: float, fewest: int) -> np.ndarray:
         The hidden entries of each time, of shape `(times, *mask.shape)`. No entry is hidden twice,
         and all are hidden once if there are too few.
     """
-    uniform = np.asarray(jax.random.uniform(key, mask.shape))
+    uniform = random.random(mask.shape)
     parts = [
         mask & (uniform >= i * share) & (uniform < (i + 1) * share) for i in range(int(1 / share))
     ]
