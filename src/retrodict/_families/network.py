@@ -6,7 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, check_count
 from retrodict._families import perceptron, recursions
@@ -35,7 +36,7 @@ from retrodict._model import (
     dense_scale,
     unwrap,
 )
-from retrodict._numerics import linalg
+from retrodict._numerics import gated_recurrence, inputs_of_existing, linalg
 
 F = TypeVar("F", bound="AbstractNetworkFamily")
 L = TypeVar("L", bound="AbstractLawFamily")
@@ -176,6 +177,21 @@ class AbstractCellFamily(AbstractNetworkFamily):
     def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
         """Update the cell."""
         return RecurrentState(self.cell(embedded.features, state.hidden))
+
+    def advance_on_accelerator(
+        self, state: RecurrentState, embedded: Embedded, exists: Bool[Array, "time"] | None
+    ) -> RecurrentState:
+        """Update the cell for all rows, with one product per row."""
+        cell = self.cell
+        projected = jnp.matmul(
+            embedded.features, cell.weight_ih.T, precision=lax.Precision.HIGHEST
+        )
+        inputs = projected + cell.bias[None]
+        if exists is not None:
+            inputs = inputs_of_existing(inputs, exists)
+        return RecurrentState(
+            gated_recurrence(inputs, state.hidden, cell.weight_hh, cell.bias_n)
+        )
 
 
 class AbstractLawFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):

@@ -2,6 +2,7 @@
 
 from retrodict._numerics import linalg as linalg
 from retrodict._numerics import nonsingular_law as nonsingular_law
+from retrodict._numerics.associative_scan import affine_moments as affine_moments
 from retrodict._numerics.associative_scan import affine_scan as affine_scan
 from retrodict._numerics.associative_scan import affine_suffix_paths as affine_suffix_paths
 from retrodict._numerics.associative_scan import affine_suffix_scan as affine_suffix_scan
@@ -16,6 +17,8 @@ from retrodict._numerics.gaussian_law import predict as predict
 from retrodict._numerics.gaussian_law import reverse as reverse
 from retrodict._numerics.linalg import UNROLLED as UNROLLED
 from retrodict._numerics.linalg import sum_of as sum_of
+from retrodict._numerics.gated_recurrence import gated_recurrence as gated_recurrence
+from retrodict._numerics.gated_recurrence import inputs_of_existing as inputs_of_existing
 from retrodict._numerics.nonsingular_law import inverse_cholesky as inverse_cholesky
 from retrodict._numerics.nonsingular_law import inverse_of_upper_factor as inverse_of_upper_factor
 from retrodict._numerics.nonsingular_law import product as product
