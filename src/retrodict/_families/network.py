@@ -227,6 +227,7 @@ class AbstractLawFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
         return self.coordinates.factor(after.mean, after.scale, *back)
 
 
+@eqx.filter_jit
 def _standard_transition(coordinates: Coordinates, chain: PriorChain) -> Transition:
     solve, scale = linalg.solve_triangular, coordinates.state_scale
     prior = Gaussian(
