@@ -148,7 +148,9 @@ def test_moments_and_their_derivatives_equal_those_of_a_loop(n: int, parallel: b
         second = jax.jvp(gradient, (arguments,), (moment_arguments(n),))[1]
         return function(*arguments, parallel), gradient(arguments), second
 
-    got, expected = (jax.jit(everything, static_argnums=0)(f) for f in (affine_moments, moments_by_loop))
+    got, expected = (
+        jax.jit(everything, static_argnums=0)(f) for f in (affine_moments, moments_by_loop)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), got, expected)
 
 

@@ -182,16 +182,12 @@ class AbstractCellFamily(AbstractNetworkFamily):
         self, state: RecurrentState, embedded: Embedded, exists: Bool[Array, "time"] | None
     ) -> RecurrentState:
         """Update the cell for all rows, with one product per row."""
-        cell = self.cell
-        projected = jnp.matmul(
-            embedded.features, cell.weight_ih.T, precision=lax.Precision.HIGHEST
-        )
+        cell: Any = self.cell  # a cell of this library has a bias
+        projected = jnp.matmul(embedded.features, cell.weight_ih.T, precision=lax.Precision.HIGHEST)
         inputs = projected + cell.bias[None]
         if exists is not None:
             inputs = inputs_of_existing(inputs, exists)
-        return RecurrentState(
-            gated_recurrence(inputs, state.hidden, cell.weight_hh, cell.bias_n)
-        )
+        return RecurrentState(gated_recurrence(inputs, state.hidden, cell.weight_hh, cell.bias_n))
 
 
 class AbstractLawFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):

@@ -10,6 +10,8 @@ from retrodict._numerics.associative_scan import linear_recurrence as linear_rec
 from retrodict._numerics.associative_scan import prefix_scan as prefix_scan
 from retrodict._numerics.batched_map import in_batches as in_batches
 from retrodict._numerics.batched_map import in_parts as in_parts
+from retrodict._numerics.gated_recurrence import gated_recurrence as gated_recurrence
+from retrodict._numerics.gated_recurrence import inputs_of_existing as inputs_of_existing
 from retrodict._numerics.gaussian_law import GaussianLaw as GaussianLaw
 from retrodict._numerics.gaussian_law import condition as condition
 from retrodict._numerics.gaussian_law import law_of as law_of
@@ -17,8 +19,6 @@ from retrodict._numerics.gaussian_law import predict as predict
 from retrodict._numerics.gaussian_law import reverse as reverse
 from retrodict._numerics.linalg import UNROLLED as UNROLLED
 from retrodict._numerics.linalg import sum_of as sum_of
-from retrodict._numerics.gated_recurrence import gated_recurrence as gated_recurrence
-from retrodict._numerics.gated_recurrence import inputs_of_existing as inputs_of_existing
 from retrodict._numerics.nonsingular_law import inverse_cholesky as inverse_cholesky
 from retrodict._numerics.nonsingular_law import inverse_of_upper_factor as inverse_of_upper_factor
 from retrodict._numerics.nonsingular_law import product as product

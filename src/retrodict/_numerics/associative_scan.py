@@ -7,7 +7,7 @@ times, for any n.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,6 @@ def affine_suffix_scan(
     return means, spreads
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def affine_moments(
     weights: Float[Array, "steps d d"],
     noise: tuple[Float[Array, "steps d"], Float[Array, "steps d d"]],
@@ -160,6 +159,11 @@ def affine_moments(
     Returns:
         The moments of all n rows.
     """
+    return _affine_moments(weights, noise, last, parallel)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _affine_moments(weights: Array, noise: tuple, last: tuple, parallel: Parallel) -> Any:
     return _moments(weights, noise, last, parallel, reverse=True)
 
 
@@ -173,8 +177,8 @@ def _moments(
 
     if parallel:
         # The start is the image of a constant map.
-        maps = join((jnp.zeros_like(weights[0]), *start), (weights, *noise))
-        return affine_suffix_scan(*maps, parallel, reverse=reverse)
+        gains, *added = join((jnp.zeros_like(weights[0]), *start), (weights, *noise))
+        return affine_suffix_scan(gains, added[0], added[1], parallel, reverse=reverse)
 
     def move(law: tuple[Array, Array], row: tuple) -> tuple[tuple, tuple]:
         (mean, covariance), (weight, (bias, spread)) = law, row
@@ -209,7 +213,7 @@ def _moments_backward(
     return of_weights, of_noise, jax.tree.map(lambda leaf: leaf[-1], adjoints)
 
 
-affine_moments.defvjp(_moments_forward, _moments_backward)
+_affine_moments.defvjp(_moments_forward, _moments_backward)
 
 
 def affine_scan(

@@ -2,7 +2,9 @@
 
 With the parts (r, z, n) of the inputs x_k and of the product a_k = w h_{k-1}, the units are
 
-    r = σ(x_r + a_r),   z = σ(x_z + a_z),   n = tanh(x_n + r (a_n + b)),   h_k = (1 − z) n + z h_{k-1}.
+    r = σ(x_r + a_r),    z = σ(x_z + a_z),    n = tanh(x_n + r (a_n + b)),
+
+    h_k = (1 − z) n + z h_{k-1}.
 
 On an accelerator the time of a loop is the number of its operations, however small they are. JAX's
 derivative of the loop stores a dozen arrays per row, one operation each, and adds up the derivative
