@@ -137,7 +137,7 @@ def of_moments(function, parallel: bool):
     return value
 
 
-@pytest.mark.parametrize("n", [2, 18])
+@pytest.mark.parametrize("n", [1, 2, 18])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_moments_and_their_derivatives_equal_those_of_a_loop(n: int, parallel: bool):
     arguments = moment_arguments(n)

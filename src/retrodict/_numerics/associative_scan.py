@@ -177,7 +177,8 @@ def _moments(
 
     if parallel:
         # The start is the image of a constant map.
-        gains, *added = join((jnp.zeros_like(weights[0]), *start), (weights, *noise))
+        zero = jnp.zeros(weights.shape[1:], weights.dtype)
+        gains, *added = join((zero, *start), (weights, *noise))
         return affine_suffix_scan(gains, added[0], added[1], parallel, reverse=reverse)
 
     def move(law: tuple[Array, Array], row: tuple) -> tuple[tuple, tuple]:
