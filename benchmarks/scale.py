@@ -1,6 +1,6 @@
 """Time one long series, on one device or several, and training on many series.
 
-    python benchmarks/scale.py start training inference --float32 --out benchmarks/results/scale-gpu.json
+    python benchmarks/scale.py start training inference --float32 --out scale-gpu.json
 
 Models have three states and four observed entries. Every figure has the seconds of compilation, the
 memory, and the ratio of the least possible time to the measured one, at peaks that are measured in

@@ -18,6 +18,7 @@ from linear_models import (
 )
 
 import retrodict as rd
+from retrodict._numerics import SETTLED_ROWS
 
 
 @pytest.mark.parametrize(
@@ -490,3 +491,36 @@ def test_a_prior_too_wide_for_covariances_is_refused_in_parallel():
     assert np.isfinite(rd.kalman_smoother(model, ys).log_evidence)
     with pytest.raises(ValueError, match="parallel=True forms covariances"):
         rd.kalman_smoother(model, ys, parallel=True)
+
+
+@pytest.mark.parametrize("kind", ["settles", "does not settle"])
+def test_long_series_in_parallel_equal_the_sequential_form(kind):
+    # Long enough that gains which have settled are repeated. The variance of the second model's
+    # second state, which is not observed, grows without bound.
+    weight = np.diag([0.9, 1.0])
+    design = np.array([[1.0, 0.5 if kind == "settles" else 0.0]])
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
+        transition=rd.LinearGaussianKernel(jnp.asarray(weight), jnp.zeros(2), 0.3 * jnp.eye(2)),
+        emission=rd.LinearGaussianKernel(jnp.asarray(design), jnp.zeros(1), jnp.eye(1)),
+    )
+    _, ys = model.simulate(jax.random.key(0), 3 * SETTLED_ROWS + 100)
+
+    @jax.jit
+    def moments(model, ys):
+        results = []
+        for parallel in (True, False):
+            exact = rd.kalman_smoother(model, ys, mask=True, parallel=parallel)
+            marginals = exact.chain.marginals(parallel=parallel)
+            results.append((exact.log_evidence, marginals.mean, marginals.covariance))
+        return results
+
+    for one, other in zip(*moments(model, ys), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+    def evidence(model, parallel):
+        return rd.kalman_smoother(model, ys, mask=True, parallel=parallel).log_evidence
+
+    slopes = [jax.jit(jax.grad(evidence), static_argnums=1)(model, flag) for flag in (True, False)]
+    for one, other in zip(*map(jax.tree.leaves, slopes), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-8)

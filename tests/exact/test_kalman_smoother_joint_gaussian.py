@@ -70,3 +70,39 @@ def test_kalman_smoother_equals_joint_gaussian(state, obs, seed, length, share_o
     for k in range(1, length):
         np.testing.assert_allclose(pairwise[k - 1], oracle.pair(k), rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(gaps, 0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", [1.0, 1e3])
+def test_states_that_use_covariances_equal_joint_gaussian(precision):
+    # Seven states, gaps in most rows, series of unequal length. Covariances are precise enough for
+    # the first model, and not for the second, whose rows are 1,000 times as precise.
+    rng = np.random.default_rng(3)
+    num_times, state, obs = 24, 7, 8
+    model = random_model(rng, state, obs)
+    model = eqx.tree_at(
+        lambda m: m.emission.scale_tril, model, model.emission.scale_tril / precision
+    )
+    ys = jnp.stack(
+        [model.simulate(key, num_times)[1] for key in jax.random.split(jax.random.key(0), 2)]
+    )
+    mask = rng.random(ys.shape) < 0.7
+    lengths = np.array([num_times, 17])
+
+    @jax.jit
+    def moments(ys, mask, length):
+        exact = rd.kalman_smoother(model, ys, mask=mask, length=length)
+        marginals = exact.chain.marginals()
+        return exact.log_evidence, marginals.mean, marginals.covariance
+
+    together = jax.vmap(moments)(ys, mask, lengths)
+    for i, length in enumerate(lengths):
+        observed = np.where(mask[i], ys[i], np.nan)[:length]
+        oracle = joint_gaussian.posterior(model, observed)
+        alone = moments(ys[i], mask[i], length)
+        for log_evidence, mean, covariance in (alone, [part[i] for part in together]):
+            assert log_evidence == pytest.approx(oracle.log_evidence, abs=1e-8, rel=1e-9)
+            deviations = np.sqrt(np.diagonal(oracle.marginal_covariances(), axis1=1, axis2=2))
+            assert np.max(np.abs(mean[:length] - oracle.mean) / deviations) < 1e-7
+            unit = deviations[:, :, None] * deviations[:, None, :]
+            errors = np.abs(covariance[:length] - oracle.marginal_covariances()) / unit
+            assert np.max(errors) < 1e-7

@@ -215,6 +215,17 @@ def test_masked_log_prob_equals_marginal_log_prob(d: int, kind: str):
     np.testing.assert_allclose(law_slopes.mean, -x_slopes, atol=1e-12)
 
 
+def test_masked_density_of_nearly_dependent_coordinates():
+    # Covariances would lose the difference of the first two coordinates, of width 1e-9.
+    scale = np.eye(8) + np.tril(np.random.default_rng(0).normal(size=(8, 8)), -1)
+    scale[1] = scale[0] + 1e-9 * scale[1]
+    law = rd.Gaussian(jnp.zeros(8), jnp.asarray(scale))
+    mask = jnp.array([1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    x = jnp.asarray(scale) @ jnp.array([0.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    expected = -0.5 * (0.5**2 + 1.5**2) - np.log(2 * np.pi) - np.log(1e-9)
+    assert float(law.masked_log_prob(x, mask)) == pytest.approx(expected, rel=1e-6)
+
+
 @KINDS
 def test_a_masked_value_has_no_influence_even_if_it_is_nan(kind: str):
     law, *_ = make(3, kind)

@@ -8,7 +8,9 @@ from jax.test_util import check_grads
 
 from retrodict._numerics.associative_scan import (
     BLOCK,
+    SETTLED_ROWS,
     affine_moments,
+    affine_scan,
     affine_suffix_scan,
     prefix_scan,
 )
@@ -152,6 +154,27 @@ def test_moments_and_their_derivatives_equal_those_of_a_loop(n: int, parallel: b
         jax.jit(everything, static_argnums=0)(f) for f in (affine_moments, moments_by_loop)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), got, expected)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("changes_at", [SETTLED_ROWS, SETTLED_ROWS + 1])
+def test_affine_scan_with_weights_that_settle_equals_loop(reverse, changes_at):
+    # Weights that still change after `SETTLED_ROWS` rows are composed row by row.
+    n = 2 * SETTLED_ROWS + 37
+    weights = 0.98 * matrices(n)
+    weights[changes_at:] = 0.98 * matrices(2)[1]
+    rng = np.random.default_rng(0)
+    biases, start = rng.normal(size=(2, n, 2)), rng.normal(size=2)
+
+    def solve(biases, parallel):
+        return affine_scan(
+            jnp.asarray(weights), biases, jnp.asarray(start), reverse=reverse, parallel=parallel
+        )
+
+    in_parallel = jax.jit(jax.vmap(lambda biases: solve(biases, True)))(jnp.asarray(biases))
+    for i in range(2):
+        expected = solve(jnp.asarray(biases[i]), False)
+        np.testing.assert_allclose(in_parallel[i], expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("x32")

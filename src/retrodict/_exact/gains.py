@@ -11,12 +11,17 @@ from jaxtyping import Array, Bool, Float
 
 from retrodict._numerics import (
     BATCH_SIZE,
+    QuickStep,
     Reversal,
+    condition_covariance,
     condition_standard,
+    factor_if_precise,
     in_batches,
     linalg,
     lower_factor,
     predict_scale,
+    predicted_factor,
+    propagate,
     reverse_scale,
     scales_agree,
     settling_scan,
@@ -87,8 +92,15 @@ def sequential_gains(
     gain = linalg.matmul(predicted, conditioning.gain)
     first = (scale, gain, conditioning.whitener)
     rows = (*varying[:2], later_designs, real)
-    _, (*later, reversal) = settling_scan(
-        _advance, scales_agree, fixed, scale, rows, count - 1, finish=_gains_of_steps
+    *later, reversal = settling_scan(
+        _advance,
+        scales_agree,
+        fixed,
+        scale,
+        rows,
+        count - 1,
+        finish=_gains_of_steps,
+        quick=_BY_COVARIANCES if scale.shape[0] > linalg.UNROLLED else None,
     )
     scales, gains, whiteners = (
         jnp.concatenate([one[None], rest]) for one, rest in zip(first, later, strict=True)
@@ -99,8 +111,6 @@ def sequential_gains(
 def backward_gains(
     scales: Float[Array, "time state state"],
     transition: TransitionArrays,
-    predicted: Float[Array, "steps state state"],
-    directions: Float[Array, "steps state state_plus_noise"],
     designs: Float[Array, "steps whitened state"],
     exists: Bool[Array, "time"] | None,
 ) -> Reversal:
@@ -109,64 +119,61 @@ def backward_gains(
     Args:
         scales: the scales of the filtering laws.
         transition: the transitions into rows 1, …, n-1.
-        predicted: the scales of the predicted laws of these rows.
-        directions: the directions that `predict_scale` returned with them.
         designs: the whitened designs of these rows.
         exists: which rows exist; `None` if all of them do.
     """
     rows = (transition.weight, transition.scale, designs, None)
-    steps = FilterStep(scales[:-1], predicted, directions, scales[1:])
     fixed = (None, None, None)
     *_, reversal = in_batches(
-        lambda batch: _gains_of_steps(fixed, *batch), (rows, steps), BATCH_SIZE
+        lambda batch: _gains_of_steps(fixed, *batch), (rows, scales[:-1], scales[1:]), BATCH_SIZE
     )
     return without_padding(reversal, exists)
 
 
-class FilterStep(NamedTuple):
-    """One step of the recursion: S_{k-1}, B_k, the directions q_k, and S_k.
-
-    The directions are `None` for larger states: `_gains_of_steps` computes them in batches.
-    """
-
-    before: Array
-    predicted: Array
-    directions: Array | None
-    after: Array
-
-
-def _advance(fixed: tuple, scale: Array, row: tuple) -> tuple[Array, FilterStep]:
-    """Return the filtering scale S_k from S_{k-1}, and the step."""
+def _advance(fixed: tuple, scale: Array, row: tuple) -> Array:
+    """Return the filtering scale S_k from S_{k-1}."""
     *varying, exists = row
     weight, noise, design = _join(fixed, tuple(varying))
-    if scale.shape[0] > linalg.UNROLLED:
-        rows = jnp.concatenate([linalg.matmul(weight, scale), noise], axis=1)
-        predicted, directions = lower_factor(rows), None
-    else:
-        predicted, directions = predict_scale(scale, weight, noise)
+    predicted = predicted_factor(scale, weight, noise)
     after = linalg.matmul(predicted, shrinkage_of(linalg.matmul(design, predicted)))
-    if exists is not None:
-        after = jnp.where(exists, after, scale)
-    return after, FilterStep(scale, predicted, directions, after)
+    return after if exists is None else jnp.where(exists, after, scale)
+
+
+def _advance_covariance(fixed: tuple, covariance: Array, row: tuple) -> Array:
+    """Return the filtering covariance S_k S_kᵀ from that of the row before."""
+    *varying, exists = row
+    weight, noise, design = _join(fixed, tuple(varying))
+    after = condition_covariance(propagate(covariance, weight, noise), design)
+    return after if exists is None else jnp.where(exists, after, covariance)
+
+
+def _read_scales(fixed: tuple, rows: tuple, before: Array, after: Array) -> tuple[Array, Array]:
+    """Return the filtering scales, and whether the filtering covariances are precise."""
+    *varying, exists = rows
+    weight, noise, _ = _join(fixed, tuple(varying))
+    if exists is not None:  # a row of padding takes no step
+        weight = jnp.where(exists[:, None, None], weight, jnp.eye(after.shape[-1]))
+    return factor_if_precise(before, weight, noise, after)
+
+
+_BY_COVARIANCES = QuickStep(linalg.outer_gram, _advance_covariance, _read_scales)
 
 
 def _gains_of_steps(
-    fixed: tuple, rows: tuple, steps: FilterStep
+    fixed: tuple, rows: tuple, before: Array, after: Array
 ) -> tuple[Array, Array, Array, Reversal]:
     """Return the filtering scales, gains and whiteners of a batch of steps, and the reversals."""
     *varying, _ = rows
     weight, noise, design = (
-        _repeated(constant, each, len(steps.before))
+        _repeated(constant, each, len(before))
         for constant, each in zip(fixed, varying, strict=True)
     )
     product = jax.vmap(linalg.matmul)
-    conditioning = condition_standard(product(design, steps.predicted))
-    gain = product(steps.predicted, conditioning.gain)
-    predicted, directions = steps.predicted, steps.directions
-    if directions is None:
-        predicted, directions = predict_scale(steps.before, weight, noise)
-    reversal = reverse_scale(steps.before, weight, noise, predicted, directions, conditioning)
-    return steps.after, gain, conditioning.whitener, reversal
+    predicted, directions = predict_scale(before, weight, noise)
+    conditioning = condition_standard(product(design, predicted))
+    gain = product(predicted, conditioning.gain)
+    reversal = reverse_scale(before, weight, noise, predicted, directions, conditioning)
+    return after, gain, conditioning.whitener, reversal
 
 
 def _repeated(constant: Array | None, varying: Any, count: int) -> Array:

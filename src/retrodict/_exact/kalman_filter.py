@@ -283,7 +283,7 @@ def score(
         r, big_n = affine_suffix_scan(onward, slope, curvature, parallel)
     else:
         r = affine_scan(onward, slope, zero_vector, reverse=True)
-        _, big_n = settling_scan(
+        big_n = settling_scan(
             _add_curvature,
             curvatures_agree,
             None,
@@ -339,10 +339,9 @@ def _carried_back(design: Array, gain: Array, slope: Array) -> Array:
     return apply(transpose(design), apply(transpose(gain), slope))
 
 
-def _add_curvature(fixed: None, big_n: Array, row: tuple[Array, Array]) -> tuple[Array, Array]:
+def _add_curvature(fixed: None, big_n: Array, row: tuple[Array, Array]) -> Array:
     adjoint, curvature = row
-    big_n = linalg.matmul(linalg.matmul(adjoint, big_n), adjoint.T) + curvature
-    return big_n, big_n
+    return linalg.matmul(linalg.matmul(adjoint, big_n), adjoint.T) + curvature
 
 
 def _at_all_entries(

@@ -4,23 +4,28 @@ See Särkkä and García-Fernández (2021). An element holds the covariance part
 x_j and y_{j+1:k}, N(A x_j + b, C), and of the likelihood of y_{j+1:k} in x_j, exp(ηᵀx − ½ xᵀJx).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from retrodict._exact.gains import Gains, TransitionArrays, without_padding
 from retrodict._model import repeat_last_row
 from retrodict._numerics import (
+    SETTLED_ROWS,
     condition_standard,
     linalg,
     lower_factor,
     predict_scale,
     prefix_scan,
+    repeated_last,
     reverse_scale,
+    scales_agree,
 )
-from retrodict.distributed import Parallel, prepended
+from retrodict.distributed import Parallel, mesh_of, prepended
 
 
 class Element(NamedTuple):
@@ -82,6 +87,36 @@ def parallel_gains(
     parallel: Parallel,
 ) -> Gains:
     """Compute the gains in O(log n) depth; for arguments see `sequential_gains`.
+
+    If the model is constant in time and its gains have settled after `SETTLED_ROWS` rows, the last
+    of them are repeated. On several devices all rows are computed.
+    """
+    all_rows = partial(_gains_of_rows, prior, transition, design, exists)
+    constant = transition.weight.ndim == transition.scale.ndim == design.ndim == 2
+    on_one_device = exists is None and mesh_of(parallel) is None
+    if not (constant and on_one_device and count > 2 * SETTLED_ROWS):
+        return all_rows(count, parallel)
+    head = all_rows(SETTLED_ROWS, parallel)
+    # A slower drift changes the scales by few roundings in any number of rows, or is seen here.
+    settled = scales_agree(head.scale[SETTLED_ROWS // 2], head.scale[-1], roundings=64)
+    return lax.cond(
+        settled,
+        lambda: jax.tree.map(
+            lambda leaf: repeated_last(leaf, count - SETTLED_ROWS) if leaf.ndim else leaf, head
+        ),
+        lambda: all_rows(count, parallel),
+    )
+
+
+def _gains_of_rows(
+    prior: Float[Array, "state noise"],
+    transition: TransitionArrays,
+    design: Float[Array, "*time whitened state"],
+    exists: Bool[Array, "time"] | None,
+    count: int,
+    parallel: Parallel,
+) -> Gains:
+    """Compute the gains of all rows.
 
     The scan computes covariances at all times. One step of the sequential filter from each time to
     the next, all times in parallel, then computes factors and gains. This step contracts rounding

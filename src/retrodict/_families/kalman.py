@@ -131,7 +131,7 @@ class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
     def advance(self, state: FilterState, embedded: Evidence) -> FilterState:
         """Predict, and condition on the row."""
         kernel = embedded.transition
-        moved, _ = predict(state.law, kernel.weight, kernel.bias, kernel.scale_tril)
+        moved = predict(state.law, kernel.weight, kernel.bias, kernel.scale_tril)
         first = state.num_read == 0
         law = jax.tree.map(lambda old, new: jnp.where(first, old, new), state.law, moved)
         law, _ = condition(law, embedded.design, embedded.value)

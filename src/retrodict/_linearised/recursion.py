@@ -33,7 +33,6 @@ class Pass(eqx.Module):
         laws: the filtering laws.
         transition: the linearised transitions into times 1, …, n-1.
         data: the linearised, whitened emissions.
-        directions: see `predict`.
         increments: log density of each row given the earlier ones, under the linearised model.
         squared: squares of the whitened innovations, eᵀ S⁻¹ e.
     """
@@ -42,21 +41,13 @@ class Pass(eqx.Module):
     laws: GaussianLaw
     transition: TransitionArrays
     data: "WhitenedEmission"
-    directions: Float[Array, "steps state state_plus_noise"]
     increments: Float[Array, "time"]
     squared: Float[Array, "time"]
 
     def chain(self, series: Series) -> LinearGaussianChain:
         """Return the chain of the filtering laws and the reversed linearised transitions."""
         design, value, _ = self.data
-        reversal = backward_gains(
-            self.laws.scale,
-            self.transition,
-            self.predicted.scale[1:],
-            self.directions,
-            design[1:],
-            series.exists(),
-        )
+        reversal = backward_gains(self.laws.scale, self.transition, design[1:], series.exists())
         predicted = self.predicted.mean
         innovation = value - jax.vmap(linalg.matvec)(design, predicted)
         exists = series.exists()
@@ -177,24 +168,17 @@ def _filter(
         if row.exists is not None:
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
         affine = TransitionArrays(*transition(law, row))
-        after, directions = predict(law, *affine)
+        after = predict(law, *affine)
         increment = innovation.log_prob + emitted.constant
-        return (after, law), (
-            predicted,
-            law,
-            emitted,
-            increment,
-            innovation.square,
-            affine,
-            directions,
-        )
+        square = innovation.square
+        return (after, law), (predicted, law, emitted, increment, square, affine)
 
     # The first row always exists, so the initial value of `before` is never used.
-    _, (predicted, laws, data, increments, squared, *predictions) = lax.scan(
+    _, (predicted, laws, data, increments, squared, transitions) = lax.scan(
         advance, (prior, prior), rows
     )
-    transitions, directions = jax.tree.map(lambda leaf: leaf[:-1], predictions)
-    return Pass(predicted, laws, transitions, data, directions, increments, squared)
+    transitions = jax.tree.map(lambda leaf: leaf[:-1], transitions)
+    return Pass(predicted, laws, transitions, data, increments, squared)
 
 
 def iterate(

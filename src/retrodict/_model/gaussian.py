@@ -10,11 +10,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict._arrays import PRNGKey, Scalar, as_real_array, known_values
 from retrodict._model.parameters import AbstractParameter, Frozen, as_parameter, check_lower, unwrap
-from retrodict._numerics import linalg
+from retrodict._numerics import UNROLLED, linalg, narrowness
 
 LOG_2PI = float(np.log(2 * np.pi))
 
@@ -151,9 +152,21 @@ def masked_scale(scale: Scale, mask: Float[Array, "d"]) -> Float[Array, "d d"] |
     """
     if isinstance(scale, Diagonal):
         return Diagonal(jnp.where(mask > 0, scale.std, 1.0))
-    # Take the factor's rows for observed coordinates and unit rows for the others; triangularise.
-    lower = jnp.tril(scale) * mask[:, None]
-    return linalg.tria(jnp.concatenate([lower, jnp.diag(1.0 - mask)], axis=1))
+    lower = jnp.tril(scale)
+
+    def from_rows() -> Array:
+        # The factor's rows for observed coordinates, and unit rows for the others.
+        return linalg.tria(jnp.concatenate([lower * mask[:, None], jnp.diag(1.0 - mask)], axis=1))
+
+    def from_covariance() -> Array:
+        covariance = linalg.outer_gram(lower)
+        return linalg.cholesky(covariance * mask[None, :] * mask[:, None] + jnp.diag(1.0 - mask))
+
+    if lower.shape[0] <= UNROLLED:
+        return from_rows()
+    # Marginal laws have no narrower direction than the joint law. The choice does not depend on the
+    # mask, so that under `vmap` over masks one form is computed.
+    return lax.cond(narrowness(lower) > linalg.narrowest(lower.dtype), from_covariance, from_rows)
 
 
 class Gaussian(eqx.Module):

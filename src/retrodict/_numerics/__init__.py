@@ -2,14 +2,20 @@
 
 from retrodict._numerics import linalg as linalg
 from retrodict._numerics import nonsingular_law as nonsingular_law
+from retrodict._numerics.associative_scan import SETTLED_ROWS as SETTLED_ROWS
 from retrodict._numerics.associative_scan import affine_moments as affine_moments
 from retrodict._numerics.associative_scan import affine_scan as affine_scan
 from retrodict._numerics.associative_scan import affine_suffix_paths as affine_suffix_paths
 from retrodict._numerics.associative_scan import affine_suffix_scan as affine_suffix_scan
+from retrodict._numerics.associative_scan import has_settled as has_settled
 from retrodict._numerics.associative_scan import linear_recurrence as linear_recurrence
 from retrodict._numerics.associative_scan import prefix_scan as prefix_scan
+from retrodict._numerics.associative_scan import repeated_last as repeated_last
 from retrodict._numerics.batched_map import in_batches as in_batches
 from retrodict._numerics.batched_map import in_parts as in_parts
+from retrodict._numerics.covariances import condition_covariance as condition_covariance
+from retrodict._numerics.covariances import factor_if_precise as factor_if_precise
+from retrodict._numerics.covariances import propagate as propagate
 from retrodict._numerics.gated_recurrence import gated_recurrence as gated_recurrence
 from retrodict._numerics.gated_recurrence import inputs_of_existing as inputs_of_existing
 from retrodict._numerics.gaussian_law import GaussianLaw as GaussianLaw
@@ -25,6 +31,7 @@ from retrodict._numerics.nonsingular_law import product as product
 from retrodict._numerics.nonsingular_law import shared_product as shared_product
 from retrodict._numerics.nonsingular_law import transposed as transposed
 from retrodict._numerics.settle import BATCH_SIZE as BATCH_SIZE
+from retrodict._numerics.settle import QuickStep as QuickStep
 from retrodict._numerics.settle import curvatures_agree as curvatures_agree
 from retrodict._numerics.settle import scales_agree as scales_agree
 from retrodict._numerics.settle import settling_scan as settling_scan
@@ -33,6 +40,8 @@ from retrodict._numerics.standard import Reversal as Reversal
 from retrodict._numerics.standard import StandardKernel as StandardKernel
 from retrodict._numerics.standard import condition_standard as condition_standard
 from retrodict._numerics.standard import lower_factor as lower_factor
+from retrodict._numerics.standard import narrowness as narrowness
 from retrodict._numerics.standard import predict_scale as predict_scale
+from retrodict._numerics.standard import predicted_factor as predicted_factor
 from retrodict._numerics.standard import reverse_scale as reverse_scale
 from retrodict._numerics.standard import shrinkage_of as shrinkage_of

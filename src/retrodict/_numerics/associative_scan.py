@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from retrodict._numerics import linalg
 from retrodict.distributed import Parallel, appended, mesh_of, prepended, scan_over_devices
@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 BLOCK = 16
 """The number of elements per block: each block is summed sequentially, all blocks in parallel."""
+
+SETTLED_ROWS = 1024
+"""The number of rows after which gains of a model that is constant in time are compared."""
 
 
 def prefix_scan(
@@ -235,6 +238,42 @@ def affine_scan(
         # XLA compiles a loop of so small a step as one kernel, which unrolling would prevent.
         return lax.scan(step, start, (weights, biases), reverse=reverse)[1]
 
+    count = biases.shape[0]
+    compose_all = partial(_compose_affine_maps, reverse=reverse, parallel=parallel)
+    if mesh_of(parallel) is not None or count < 2 * SETTLED_ROWS:
+        return compose_all(weights, biases, start)
+
+    def after_settling() -> Array:
+        weight, k = weights[-1], SETTLED_ROWS
+        if reverse:
+            later = _powers_scan(weight, biases[k:][::-1], start)[::-1]
+            return jnp.concatenate([compose_all(weights[:k], biases[:k], later[0]), later])
+        early = compose_all(weights[:k], biases[:k], start)
+        return jnp.concatenate([early, _powers_scan(weight, biases[k:], early[-1])])
+
+    return lax.cond(
+        has_settled(weights), after_settling, lambda: compose_all(weights, biases, start)
+    )
+
+
+def has_settled(array: Float[Array, "time ..."]) -> Bool[Array, ""]:
+    """Return whether the rows from `SETTLED_ROWS` on are equal."""
+    return jnp.all(array[SETTLED_ROWS:] == array[-1:])
+
+
+def repeated_last(array: Float[Array, "time ..."], count: int) -> Float[Array, "more_time ..."]:
+    """Return an array with its last row repeated `count` more times."""
+    return jnp.concatenate([array, jnp.broadcast_to(array[-1], (count, *array.shape[1:]))])
+
+
+def _compose_affine_maps(
+    weights: Float[Array, "time d d"],
+    biases: Float[Array, "time d"],
+    start: Float[Array, "d"],
+    *,
+    reverse: bool,
+    parallel: Parallel,
+) -> Float[Array, "time d"]:
     def compose(first: tuple, second: tuple) -> tuple:
         (weight_1, bias_1), (weight_2, bias_2) = first, second
         return linalg.matmul(weight_2, weight_1), linalg.matvec(weight_2, bias_1) + bias_2
@@ -244,6 +283,38 @@ def affine_scan(
         compose, (weights, biases), neutral, reverse=reverse, parallel=parallel
     )
     return jax.vmap(linalg.matvec, in_axes=(0, None))(products, start) + sums
+
+
+def _powers_scan(
+    weight: Float[Array, "d d"], biases: Float[Array, "time d"], start: Float[Array, "d"]
+) -> Float[Array, "time d"]:
+    """Solve x_k = w x_{k-1} + b_k in O(log n) rounds, as in `prefix_scan` with powers of one w."""
+    count, d = biases.shape
+    num_blocks = -(-count // BLOCK)
+    apply = jax.vmap(linalg.matvec, in_axes=(None, 0))
+    biases = biases.at[0].add(linalg.matvec(weight, start))
+    padding = jnp.zeros((num_blocks * BLOCK - count, d), biases.dtype)
+    blocks = jnp.concatenate([biases, padding]).reshape(num_blocks, BLOCK, d)
+
+    def add(state: tuple[Array, Array], bias: Array) -> tuple[tuple, tuple]:
+        total, power = state
+        state = apply(weight, total) + bias, linalg.matmul(weight, power)
+        return state, state
+
+    first = (jnp.zeros_like(blocks[:, 0]), jnp.eye(d, dtype=biases.dtype))
+    (totals, power), (within, powers) = lax.scan(add, first, jnp.swapaxes(blocks, 0, 1))
+
+    def double(state: tuple[Array, Array], distance: Array) -> tuple[tuple, None]:
+        sums, power = state
+        padded = jnp.concatenate([jnp.zeros_like(sums), sums])
+        earlier = lax.dynamic_slice_in_dim(padded, num_blocks - distance, num_blocks)
+        return (sums + apply(power, earlier), linalg.matmul(power, power)), None
+
+    levels = max(num_blocks - 1, 0).bit_length()
+    (sums, _), _ = lax.scan(double, (totals, power), 2 ** jnp.arange(levels))
+    before = jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]])
+    result = within + jax.vmap(apply, in_axes=(0, None))(powers, before)
+    return jnp.swapaxes(result, 0, 1).reshape(-1, d)[:count]
 
 
 def affine_suffix_paths(

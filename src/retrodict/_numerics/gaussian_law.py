@@ -15,7 +15,7 @@ from retrodict._numerics import linalg
 from retrodict._numerics.standard import (
     condition_on,
     lower_factor,
-    predict_scale,
+    predicted_factor,
     reverse_states,
 )
 
@@ -49,10 +49,10 @@ def predict(
     weight: Float[Array, "e d"],
     bias: Float[Array, "e"],
     noise: Float[Array, "e k"],
-) -> tuple[GaussianLaw, Float[Array, "e d_plus_k"]]:
-    """Return the law of w x + b + s ε, and the directions of `predict_scale`."""
-    scale, directions = predict_scale(law.scale, weight, noise)
-    return GaussianLaw(linalg.matvec(weight, law.mean) + bias, scale), directions
+) -> GaussianLaw:
+    """Return the law of w x + b + s ε."""
+    scale = predicted_factor(law.scale, weight, noise)
+    return GaussianLaw(linalg.matvec(weight, law.mean) + bias, scale)
 
 
 def condition(

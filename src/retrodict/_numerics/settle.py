@@ -5,8 +5,9 @@ data. If the parameters are constant in time they converge within a few steps. `
 when its carry no longer changes and continues at the next change of its inputs, for example at a
 gap in the data. It returns the values of the plain loop, to rounding.
 
-The number of its steps is known only at run time. Under differentiation, and under `vmap` over its
-arguments, the plain loop runs instead.
+If the inputs change in most rows, and under `vmap` over its arguments, every step is computed. A
+cheaper form of the step may then be given, which is used where its result is precise enough. The
+number of steps is known only at run time, so that under differentiation the plain loop runs.
 """
 
 from collections.abc import Callable
@@ -20,14 +21,14 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from retrodict._numerics.batched_map import in_batches
 
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""`step(fixed, carry, row)` returns the next carry and an output, and closes over no tracers."""
+Step = Callable[[Any, Any, Any], Any]
+"""`step(fixed, carry, row)` returns the next carry, and closes over no tracers."""
 
-Finish = Callable[[Any, Any, Any], PyTree]
-"""`finish(fixed, rows, outputs)` maps the outputs of a batch of steps, each by itself."""
+Finish = Callable[[Any, Any, Any, Any], PyTree]
+"""`finish(fixed, rows, before, after)` maps the carries around each step of a batch by itself."""
 
 BATCH_SIZE = 32
-"""The number of outputs per call of `finish`, which fit into the cache of a CPU."""
+"""The number of steps per call of `finish`, whose arrays fit into the cache of a CPU."""
 
 WINDOW = 16
 """The number of steps over which a carry must not change. A slower drift is below rounding."""
@@ -36,12 +37,28 @@ Settled = Callable[[Any, Any], Bool[Array, ""]]
 """`settled(before, after)`: whether two successive carries are equal to rounding."""
 
 
+class QuickStep(NamedTuple):
+    """A cheaper form of a step, with a carry of its own, and a check of its result.
+
+    Attributes:
+        start: maps the first carry to the first carry of the cheaper form.
+        step: the step.
+        read: `read(fixed, rows, before, after)` maps the carries of all steps to the carries of the
+            original step, and returns whether all of them are precise.
+    """
+
+    start: Callable[[Any], Any]
+    step: Step
+    read: Callable[[Any, Any, Any, Any], tuple[Any, Bool[Array, ""]]]
+
+
 class Loop(NamedTuple):
     """The arguments of `settling_scan` that are not arrays."""
 
     step: Step
     settled: Settled
     finish: Finish | None
+    quick: QuickStep | None
     num_steps: int
     reverse: bool
 
@@ -55,9 +72,10 @@ def settling_scan(
     count: int,
     *,
     finish: Finish | None = None,
+    quick: QuickStep | None = None,
     reverse: bool = False,
-) -> tuple[PyTree, PyTree]:
-    """Return `lax.scan(partial(step, fixed), init, rows, count)`, without its repeated steps.
+) -> PyTree:
+    """Return the carries of `lax.scan` of a step over all rows, without its repeated steps.
 
     Args:
         step: a pure function of `fixed`, the carry and one row.
@@ -66,23 +84,24 @@ def settling_scan(
         init: the first carry.
         rows: arrays with a leading axis of size `count`, or `None`.
         count: the number of steps.
-        finish: a function of the outputs that is evaluated in batches, for work that needs no
-            carry; it closes over no tracers.
+        finish: a function of the carries before and after each step, which is evaluated in batches;
+            it closes over no tracers. Its values are returned in place of the carries.
+        quick: a cheaper form of the step, for rows that change in time.
         reverse: whether to start at the last row.
 
     Returns:
-        The last carry, and the outputs of all steps.
+        The carry after each step, or the value of `finish` for each step.
     """
-    loop = Loop(step, settled, finish, count, reverse)
+    loop = Loop(step, settled, finish, quick, count, reverse)
     run = _settling_scan if count else _plain_scan
     return run(loop, fixed, init, rows)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _settling_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> tuple[PyTree, PyTree]:
-    return _unless_batched(partial(_skipping_scan, loop), partial(_plain_scan, loop))(
-        fixed, init, rows
-    )
+def _settling_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> PyTree:
+    run = jax.custom_batching.custom_vmap(partial(_one_series, loop))
+    run.def_vmap(partial(_many_series, loop))
+    return run(fixed, init, rows)
 
 
 @_settling_scan.defjvp
@@ -90,45 +109,143 @@ def _settling_scan_jvp(loop: Loop, primals: tuple, tangents: tuple) -> tuple[PyT
     return jax.jvp(partial(_plain_scan, loop), primals, tangents)
 
 
-def _plain_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> tuple[PyTree, PyTree]:
-    step, finish = loop.step, loop.finish
-    last, out = lax.scan(partial(step, fixed), init, rows, loop.num_steps, reverse=loop.reverse)
-    if finish is not None:
-        out = in_batches(lambda batch: finish(fixed, *batch), (rows, out), BATCH_SIZE)
-    return _batched_alike((last, out), (fixed, init, rows))
+def _plain_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> PyTree:
+    out = _carries(loop, fixed, init, rows)
+    if loop.finish is not None:
+        out = _finished(
+            loop.finish, fixed, rows, _carries_before(init, out, reverse=loop.reverse), out
+        )
+    return _batched_alike(out, (fixed, init, rows))
 
 
-def _skipping_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> tuple[PyTree, PyTree]:
-    step, settled, finish, count, reverse = loop
-    step = jax.jit(step, inline=True)  # so that it is traced once for its shapes and for the loop
+def _carries(loop: Loop, fixed: Any, init: Any, rows: Any) -> PyTree:
+    """Return the carry after each step."""
+
+    def step(carry: Any, row: Any) -> tuple[Any, Any]:
+        carry = loop.step(fixed, carry, row)
+        return carry, carry
+
+    return lax.scan(step, init, rows, loop.num_steps, reverse=loop.reverse)[1]
+
+
+def _carries_before(init: Any, after: PyTree, *, reverse: bool) -> PyTree:
+    """Return the carry before each step, given those after it."""
+    if reverse:
+        return jax.tree.map(lambda a, b: jnp.concatenate([b[1:], a[None]]), init, after)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[:-1]]), init, after)
+
+
+def _one_series(loop: Loop, fixed: Any, init: Any, rows: Any) -> PyTree:
+    """Return the result for one series, whose steps are skipped where they repeat."""
+    if loop.quick is None or not jax.tree.leaves(rows):
+        return _skipping_scan(loop, fixed, init, rows)
+    # After each change of the inputs at least `WINDOW` steps are computed.
+    num_changes = jnp.sum(_changes(rows, loop.num_steps))
+    return lax.cond(
+        num_changes * WINDOW > loop.num_steps,
+        partial(_every_step, loop),
+        partial(_skipping_scan, loop),
+        fixed,
+        init,
+        rows,
+    )
+
+
+def _every_step(loop: Loop, fixed: Any, init: Any, rows: Any) -> PyTree:
+    """Return the result for one series whose inputs change in most rows."""
+    after = _all_carries(loop, lambda function: function, fixed, init, rows)
+    if loop.finish is None:
+        return after
+    return _finished(
+        loop.finish, fixed, rows, _carries_before(init, after, reverse=loop.reverse), after
+    )
+
+
+def _many_series(
+    loop: Loop, axis_size: int, in_batched: list, fixed: Any, init: Any, rows: Any
+) -> tuple[PyTree, PyTree]:
+    """Return the results for many series, and that all of them have a batch axis.
+
+    A batched `while_loop` would copy its buffers at every step, so that no step is skipped. The
+    work of `finish` is done without a batch axis, since `vmap` would turn its choices between forms
+    of a computation into the computation of all of them.
+    """
+    axes = tuple(jax.tree.map(lambda batched: 0 if batched else None, b) for b in in_batched)
+    over_series = partial(jax.vmap, in_axes=axes)
+    out = _all_carries(loop, over_series, fixed, init, rows)
+    if loop.finish is not None:
+        shift = partial(_carries_before, reverse=loop.reverse)
+        before = jax.vmap(shift, in_axes=(axes[1], 0))(init, out)
+        if any(jax.tree.leaves(in_batched[0])):
+            finish = jax.vmap(partial(_finished, loop.finish), in_axes=(axes[0], axes[2], 0, 0))
+            out = finish(fixed, rows, before, out)
+        else:
+            rows = jax.tree.map(
+                lambda leaf, batched: (
+                    leaf if batched else jnp.broadcast_to(leaf, (axis_size, *leaf.shape))
+                ),
+                rows,
+                in_batched[2],
+            )
+            steps = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (rows, before, out)
+            )
+            out = jax.tree.map(
+                lambda leaf: leaf.reshape(axis_size, -1, *leaf.shape[1:]),
+                _finished(loop.finish, fixed, *steps),
+            )
+    return out, jax.tree.map(lambda _: True, out)
+
+
+def _all_carries(
+    loop: Loop, over_series: Callable[[Callable], Callable], fixed: Any, init: Any, rows: Any
+) -> PyTree:
+    """Return the carry after each step, by the cheaper form if that is precise for all series."""
+    plain = over_series(partial(_carries, loop))
+    quick = loop.quick
+    if quick is None:
+        return plain(fixed, init, rows)
+
+    def quickly(fixed: Any, init: Any, rows: Any) -> tuple[PyTree, Array]:
+        start = quick.start(init)
+        after = _carries(loop._replace(step=quick.step), fixed, start, rows)
+        return quick.read(fixed, rows, _carries_before(start, after, reverse=loop.reverse), after)
+
+    after, precise = over_series(quickly)(fixed, init, rows)
+    return lax.cond(jnp.all(precise), lambda: after, lambda: plain(fixed, init, rows))
+
+
+def _finished(finish: Finish, fixed: Any, rows: Any, before: Any, after: Any) -> PyTree:
+    return in_batches(lambda batch: finish(fixed, *batch), (rows, before, after), BATCH_SIZE)
+
+
+def _skipping_scan(loop: Loop, fixed: Any, init: Any, rows: Any) -> PyTree:
+    count, reverse = loop.num_steps, loop.reverse
+    step = jax.jit(loop.step, inline=True)  # so that it is traced once
     rows = jax.tree.map(lambda leaf: leaf[::-1], rows) if reverse else rows
     changes = _changes(rows, count)
     next_change = _next_changes(changes)
-    _, out = jax.eval_shape(step, fixed, init, _at(rows, 0))
 
     def advance(state: tuple) -> tuple:
         k, carry, (earlier, age), buffers, (total, places) = state
-        after, out = step(fixed, carry, _at(rows, k))
-        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[total].set(leaf), buffers, out)
+        after = step(fixed, carry, _at(rows, k))
+        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[total].set(leaf), buffers, after)
         # A small step alone may be one of many in the same direction.
         restart = changes[k] | (age == WINDOW)
         earlier = jax.tree.map(lambda old, new: jnp.where(restart, new, old), earlier, carry)
         age = jnp.where(restart, 1, age + 1)
-        done = (age == WINDOW) & settled(carry, after) & settled(earlier, after)
+        done = (age == WINDOW) & loop.settled(carry, after) & loop.settled(earlier, after)
         k_next = jnp.where(done, next_change[k], k + 1)
         return k_next, after, (earlier, age), buffers, (total + 1, places.at[total].set(k))
 
     zero = jnp.zeros((), next_change.dtype)
     places = jnp.full(count, count, next_change.dtype)
-    start = (zero, init, (init, zero), _empty(out, count), (zero, places))
-    _, last, _, buffers, (total, places) = lax.while_loop(
-        lambda state: state[0] < count, advance, start
-    )
-    if finish is not None:
-        buffers = _finish_computed(finish, fixed, rows, buffers, total, places)
+    start = (zero, init, (init, zero), _empty(init, count), (zero, places))
+    *_, buffers, (total, places) = lax.while_loop(lambda state: state[0] < count, advance, start)
+    if loop.finish is not None:
+        buffers = _finish_computed(loop.finish, fixed, init, rows, buffers, total, places)
     source = _last_computed(places)
-    source = source[::-1] if reverse else source
-    return last, _at(buffers, source)
+    return _at(buffers, source[::-1] if reverse else source)
 
 
 # Scans, since XLA compiles each of them as one kernel, and a cumulative sum or minimum as a dozen.
@@ -155,14 +272,15 @@ def _last_computed(places: Int[Array, "count"]) -> Int[Array, "count"]:
 
 
 def _finish_computed(
-    finish: Finish, fixed: Any, rows: Any, outputs: Any, total: Array, places: Array
+    finish: Finish, fixed: Any, init: Any, rows: Any, after: Any, total: Array, places: Array
 ) -> PyTree:
-    """Evaluate `finish` on the outputs of the steps that were computed, the first `total`."""
+    """Evaluate `finish` on the steps that were computed, the first `total`, in their order."""
     finish = jax.jit(finish, inline=True)  # as in `_skipping_scan`
     count = places.shape[0]
+    before = _carries_before(init, after, reverse=False)
 
     def batch_at(chosen: Array) -> PyTree:
-        return finish(fixed, _at(rows, places[chosen]), _at(outputs, chosen))
+        return finish(fixed, _at(rows, places[chosen]), _at(before, chosen), _at(after, chosen))
 
     def advance(state: tuple) -> tuple:
         first, buffers = state
@@ -185,23 +303,6 @@ def _at(tree: PyTree, index: Any) -> PyTree:
 
 def _empty(shapes: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
-
-
-def _unless_batched(loop: Callable, plain: Callable) -> Callable:
-    """Return `loop`, replaced by `plain` under `vmap` over any of its arguments.
-
-    A batched `while_loop` would copy its buffers at every step.
-    """
-    run = jax.custom_batching.custom_vmap(loop)
-
-    @run.def_vmap
-    def _(axis_size: int, in_batched: list, *arguments: Any) -> tuple[PyTree, PyTree]:
-        del axis_size
-        axes = tuple(jax.tree.map(lambda batched: 0 if batched else None, b) for b in in_batched)
-        out = jax.vmap(plain, in_axes=axes)(*arguments)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return run
 
 
 def _batched_alike(out: PyTree, arguments: PyTree) -> PyTree:
@@ -228,8 +329,8 @@ def _changes(rows: PyTree, count: int) -> Bool[Array, "count"]:
     return changes
 
 
-def scales_agree(before: Array, after: Array) -> Bool[Array, ""]:
-    """Return whether two lower factors of shape `(d, d)` agree to rounding.
+def scales_agree(before: Array, after: Array, roundings: int = 4) -> Bool[Array, ""]:
+    """Return whether two lower factors of shape `(d, d)` agree to some roundings.
 
     Entries are compared in units of their coordinate (row) and of the width of their direction
     (column), so that narrow directions must have converged too.
@@ -238,7 +339,7 @@ def scales_agree(before: Array, after: Array) -> Bool[Array, ""]:
     rows = jnp.max(jnp.abs(after), axis=1, keepdims=True)
     relative = jnp.where(rows > 0, jnp.abs(after) / jnp.where(rows > 0, rows, 1.0), 0.0)
     widths = jnp.maximum(jnp.max(relative, axis=0, keepdims=True), jnp.sqrt(eps))
-    return jnp.all(jnp.abs(after - before) <= 4 * eps * rows * widths)
+    return jnp.all(jnp.abs(after - before) <= roundings * eps * rows * widths)
 
 
 def curvatures_agree(before: Array, after: Array) -> Bool[Array, ""]:

@@ -77,6 +77,15 @@ def predict_scale(
     return triangularise(jnp.concatenate([_matmul(weight, scale), noise], axis=-1))
 
 
+def predicted_factor(
+    scale: Float[Array, "*time d d"],
+    weight: Float[Array, "*time e d"],
+    noise: Float[Array, "*time e k"],
+) -> Float[Array, "*time e e"]:
+    """Return B of `predict_scale` alone, at a lower cost for larger matrices."""
+    return lower_factor(jnp.concatenate([_matmul(weight, scale), noise], axis=-1))
+
+
 def triangularise(
     rows: Float[Array, "*time r c"],
 ) -> tuple[Float[Array, "*time r r"], Float[Array, "*time r c"]]:
@@ -149,15 +158,20 @@ def _lower_factor_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tu
 
 
 def _resolved(lower: Float[Array, "*time d d"]) -> Bool[Array, ""]:
-    """Return whether all factors are finite and have no narrow direction.
+    """Return whether all factors are finite and have no narrow direction."""
+    return jnp.all(narrowness(lower) > linalg.narrowest(lower.dtype))
 
-    A row of a Cholesky factor has the norm of the rows that it factors. Divided by these norms, its
-    squared pivots have a product that bounds the squared width of any direction from below, up to a
-    factor of e. Single pivots do not: each may be moderate in a factor with a narrow direction.
+
+def narrowness(lower: Float[Array, "*time d d"]) -> Float[Array, "*time"]:
+    """Return a bound from below of the squared width of every direction of factors.
+
+    Widths are relative to the coordinates. A row of a Cholesky factor has the norm of the rows that
+    it factors. Divided by these norms, its squared pivots have a product that bounds the squared
+    width of any direction from below, up to a factor of e. Single pivots do not: each may be
+    moderate in a factor with a narrow direction.
     """
     pivots = jnp.diagonal(lower, axis1=-2, axis2=-1) ** 2
-    shares = pivots / jnp.sum(lower**2, axis=-1)
-    return jnp.all(jnp.prod(shares, axis=-1) > linalg.narrowest(lower.dtype))
+    return jnp.prod(pivots / jnp.sum(lower**2, axis=-1), axis=-1)
 
 
 def condition_standard(design: Float[Array, "*time p d"]) -> Conditioning:
@@ -246,31 +260,50 @@ def reverse_scale(
     """
     d = scale.shape[-1]
     if d > linalg.UNROLLED:
-        rotation = q
-        state_gain, state_scale = _reverse_states_large(scale, weight, noise, predicted, q)
+        rotation, remaining = q, _remaining_scale_large(q)
+        state_gain, state_scale = _reverse_states_large(
+            scale, weight, noise, predicted, q, remaining
+        )
     else:
         rotation = jax.vmap(linalg.rotation)(q)
+        remaining = lower_factor(jax.vmap(project_out_of_identity)(rotation))
         state_gain, state_scale = jax.vmap(reverse_states)(scale, weight, noise)
     transposed = _transpose(rotation[..., :d])
     return Reversal(
         _matmul(transposed, conditioning.shrinkage),
         _matmul(transposed, conditioning.gain),
-        lower_factor(_over_rows(project_out_of_identity, rotation)),
+        remaining,
         state_gain,
         state_scale,
     )
 
 
+def _remaining_scale_large(q: Float[Array, "time d d_plus_k"]) -> Float[Array, "time d d"]:
+    """Return a factor of I − q₁ᵀq₁, the covariance of z given e, for orthonormal rows q.
+
+    The difference is precise if no direction of the factor is narrow beside the identity.
+    """
+    d = q.shape[-2]
+    first = q[..., :d]
+    covariance = _identity_like(first) - _matmul(_transpose(first), first)
+    lower = jnp.tril(lax.linalg.cholesky(covariance, symmetrize_input=False))
+    widths = jnp.prod(jnp.diagonal(lower, axis1=-2, axis2=-1) ** 2, axis=-1)
+    return lax.cond(
+        jnp.all(widths > linalg.narrowest(q.dtype)),
+        lambda: lower,
+        lambda: lower_factor(_over_rows(project_out_of_identity, q)),
+    )
+
+
 def _reverse_states_large(
-    scale: Array, weight: Array, noise: Array, predicted: Array, q: Array
+    scale: Array, weight: Array, noise: Array, predicted: Array, q: Array, remaining: Array
 ) -> tuple[Array, Array]:
     """Return the gain S q₁ᵀ B⁻¹ and the scale of the backward kernels between states."""
 
     def direct() -> tuple[Array, Array]:
         coefficients = _matmul(q[..., : scale.shape[-1]], _transpose(scale))
         gain = _transpose(_solve(predicted, coefficients, transpose=True))
-        rows = _matmul(scale, _over_rows(project_out_of_identity, q))
-        return gain, lower_factor(rows)
+        return gain, _matmul(scale, remaining)
 
     def omitting() -> tuple[Array, Array]:
         return jax.vmap(reverse_states)(scale, weight, noise)

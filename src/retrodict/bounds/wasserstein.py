@@ -59,7 +59,7 @@ def exact_posterior(chain: LinearGaussianChain) -> ExactPosterior:
 def _predict(law: Gaussian, kernel: LinearGaussianKernel) -> Gaussian:
     """Return the laws of G x + c + s ε for x of Gaussian laws."""
     before = GaussianLaw(law.mean, law.scale_tril)
-    return Gaussian(*predict(before, kernel.weight, kernel.bias, kernel.scale_tril)[0])
+    return Gaussian(*predict(before, kernel.weight, kernel.bias, kernel.scale_tril))
 
 
 def _row(laws: Gaussian, index: int) -> Gaussian:

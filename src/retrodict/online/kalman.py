@@ -118,9 +118,7 @@ def _filter(
 ) -> tuple[GaussianLaw, Scalar]:
     """Return the filtering law after a row, and log p(y_k | y_{0:k-1}) of its observed entries."""
     transition, emission = model.transition.at(row.inputs), model.emission.at(row.inputs)
-    moved, _ = predict(
-        before, transition.weight, transition.bias, dense_scale(transition.scale_tril)
-    )
+    moved = predict(before, transition.weight, transition.bias, dense_scale(transition.scale_tril))
     predicted = choose(started, moved, _prior(model))
     design, value, constant = whiten(
         emission.weight, emission.scale_tril, row.ys - emission.bias, row.mask
