@@ -1,6 +1,6 @@
 """Time one long series, on one device or several, and training on many series.
 
-    python benchmarks/scale.py inference training --float32 --out benchmarks/results/scale-gpu.json
+    python benchmarks/scale.py start training inference --float32 --out scale-gpu.json
 
 Models have three states and four observed entries. Every figure has the seconds of compilation, the
 memory, and the ratio of the least possible time to the measured one, at peaks that are measured in
@@ -11,8 +11,11 @@ the same run unless they are given. A part is a generator of figures: write one,
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +41,13 @@ FAMILIES: dict[str, tuple[Callable[..., Any], bool]] = {
     "recurrent": (rd.RecurrentFamily, False),
 }
 """Each family, and whether it runs in parallel over time."""
+
+STARTED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "gated": (rd.GatedFamily, False),
+    "conjugate": (rd.ConjugateFamily, False),
+    **FAMILIES,
+}
+"""The families whose first step is timed."""
 
 
 class Setting(NamedTuple):
@@ -142,6 +152,47 @@ def training_step(setting: Setting, name: str, batch: int, d: int, m: int) -> di
     return {"what": name, "state_dim": d, "obs_dim": m, "batch": batch, "num_times": n, **timing}
 
 
+def start(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Time from the call of `fit` to its first step, in a new process for each family."""
+    options = setting.options
+    for name in STARTED:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            call = pool.submit(first_step, name, options.batch, options.length, options.float32)
+            figures = call.result()
+        yield {"what": name, "batch": options.batch, "num_times": options.length, **figures}
+
+
+def first_step(name: str, batch: int, n: int, float32: bool) -> dict[str, Any]:
+    """Return the seconds to the first step, those spent in the compiler, and its programs.
+
+    Programs that are compiled at the same time count with their full times.
+    """
+    jax.config.update("jax_enable_x64", not float32)
+    kind, parallel = STARTED[name]
+    model = nonlinear_model(jnp.float32 if float32 else jnp.float64, STATE, OBS)
+    keys = jax.random.split(jax.random.key(1), batch)
+    ys = jax.block_until_ready(jax.jit(jax.vmap(lambda key: model.simulate(key, n)[1]))(keys))
+    family, compiled, steps = kind(jax.random.key(0), STATE, OBS), [], []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    began = time.perf_counter()
+    rd.fit(
+        jax.random.key(2),
+        family,
+        model,
+        ys,
+        num_steps=1,
+        objective=rd.Objective(parallel=parallel),
+        optimisation=rd.Optimisation(batch_size=batch, chunk_size=1),
+        progress=lambda step, _: steps.append(time.perf_counter() - began),
+    )
+    return {"start_s": steps[0], "compile_s": sum(compiled), "num_programs": len(compiled)}
+
+
 def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
     """Time one series over all devices, with the memory per device and that of a single device."""
     mesh = rd.distributed.time_mesh()
@@ -202,6 +253,7 @@ def remat(setting: Setting) -> Iterator[dict[str, Any]]:
 PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {
     "inference": inference,
     "training": training,
+    "start": start,
     "batches": batches,
     "dimensions": dimensions,
     "sharded": sharded,
@@ -211,6 +263,8 @@ PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {
 
 def main() -> None:
     options = _parse()
+    # Processes of the part `start` share the device with this one.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     dtype = jnp.float32 if options.float32 else jnp.float64
     jax.config.update("jax_enable_x64", not options.float32)
     if options.devices is not None:

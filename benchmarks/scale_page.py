@@ -100,6 +100,18 @@ def training_section(results: dict[str, Any], part: str, key: str) -> str:
     return about + markdown([*columns, "MB", "compilation, s"], rows)
 
 
+def start_section(results: dict[str, Any]) -> str:
+    """Return the table of the time from `fit` to its first step."""
+    runs = of_part(results, "start")
+    rows = [
+        [f"`{run['what'].capitalize()}Family`", f"{run['start_s']:.1f}", str(run["num_programs"])]
+        for run in runs
+    ]
+    about = f"{machine_of(results)}; {runs[0]['batch']:,} series of {runs[0]['num_times']} rows, a"
+    about += " new process for each family. The first evaluation is part of it.\n\n"
+    return about + table(["family", "seconds to the first step", "compiled programs"], rows)
+
+
 def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
     """Return the table of training on an accelerator and on two cores."""
     rows = []
@@ -277,6 +289,8 @@ def sections(folder: Path) -> Iterable[tuple[str, str]]:
     if gpu is not None and cpu is not None:
         yield "Training on an accelerator", ratio_section(gpu, cpu)
         yield "Training step on an accelerator", training_section(gpu, "training", "batch")
+    if gpu is not None and of_part(gpu, "start"):
+        yield "Start of a fit on an accelerator", start_section(gpu)
     if growth is not None:
         yield "Training by the number of series", training_section(growth, "batches", "batch")
         states = training_section(growth, "dimensions", "state_dim")

@@ -729,6 +729,27 @@ def test_sequential_families_refuse_parallel(name: str):
         family_of(name, "d1").infer(rows_of("d1")["whole"].ys, parallel=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("mixture", "d1"),
+        ("recurrent_tied", "d1"),
+        pytest.param("recurrent_free", "d2-inputs", marks=pytest.mark.slow),
+        pytest.param("gated_natural", "d2-inputs", marks=pytest.mark.slow),
+    ],
+)
+def test_loops_of_accelerators_give_the_same_answers(
+    name: str, size: str, monkeypatch: pytest.MonkeyPatch
+):
+    expected, rows = answer_of(name, size, "padded"), rows_of(size)["padded"]
+    jax.clear_caches()
+    for module in ("_families.base", "_chains.linear_gaussian"):
+        monkeypatch.setattr(f"retrodict.{module}.on_accelerator", lambda: True)
+    got = answer(family_of(name, size), model_of(size), rows)
+    jax.clear_caches()
+    assert_close(got, expected, 1e-9)
+
+
 @pytest.mark.parametrize("loudness", [1.0, 100.0, 1e6])
 @pytest.mark.slow
 def test_gains_of_a_recurrent_family_cannot_explode(loudness: float):

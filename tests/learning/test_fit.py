@@ -131,6 +131,22 @@ def test_the_same_key_gives_the_same_parameters(full_fit, ys):
     assert arrays_equal(full_fit.family, fit(conjugate(), tanh_model(), ys).family)
 
 
+def test_a_fit_compiles_each_program_once(ys, caplog):
+    jax.clear_caches()
+    with jax.log_compiles():
+        fit(conjugate(), tanh_model(), ys)
+    messages = [record.getMessage() for record in caplog.records]
+
+    def count(event: str) -> int:
+        return sum(event in message for message in messages)
+
+    for program in ("_score", "_take_steps", "keep", "start"):
+        assert count(f"Compiling jit({program}) with") == 1
+        # Those that are compiled side by side are not compiled again when called.
+        ahead = program in ("_score", "_take_steps")
+        assert count(f"Finished XLA compilation of jit({program})") == (0 if ahead else 1)
+
+
 def test_killed_fit_resumes_bit_for_bit(full_fit, ys, tmp_path, monkeypatch):
     path = tmp_path / "fit.rd"
     write, calls = fit_checkpoint.write_checkpoint, []

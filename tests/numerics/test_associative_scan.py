@@ -9,6 +9,7 @@ from jax.test_util import check_grads
 from retrodict._numerics.associative_scan import (
     BLOCK,
     SETTLED_ROWS,
+    affine_moments,
     affine_scan,
     affine_suffix_scan,
     prefix_scan,
@@ -104,6 +105,55 @@ def test_affine_suffix_scan_equals_loop(n: int):
     got = suffixes(*(jnp.asarray(a) for a in (weights, biases, covariances)))
     np.testing.assert_allclose(got[0], means, atol=1e-11 * np.abs(means).max())
     np.testing.assert_allclose(got[1], spreads, atol=1e-11 * np.abs(spreads).max())
+
+
+def moments_by_loop(weights, noise, last, parallel):
+    """The recursion of `affine_moments`, which JAX differentiates."""
+    del parallel
+    (biases, covariances), (mean, covariance) = noise, last
+    means, spreads = [mean], [covariance]
+    for k in reversed(range(len(weights))):
+        mean = weights[k] @ mean + biases[k]
+        covariance = weights[k] @ covariance @ weights[k].T + covariances[k]
+        means, spreads = [mean, *means], [covariance, *spreads]
+    return jnp.stack(means), jnp.stack(spreads)
+
+
+def moment_arguments(n: int) -> tuple:
+    rng = np.random.default_rng(n)
+    roots = rng.normal(size=(n, 2, 2))
+    covariances = jnp.asarray(roots @ np.swapaxes(roots, 1, 2))
+    weights = jnp.asarray(0.6 * rng.normal(size=(n - 1, 2, 2)))
+    means = jnp.asarray(rng.normal(size=(n, 2)))
+    return weights, (means[:-1], covariances[:-1]), (means[-1], covariances[-1])
+
+
+def of_moments(function, parallel: bool):
+    """A number that depends on all moments; the cotangents of covariances are not symmetric."""
+
+    def value(arguments: tuple):
+        means, covariances = function(*arguments, parallel)
+        weights = jnp.cos(jnp.arange(covariances.size, dtype=float)).reshape(covariances.shape)
+        return jnp.sum(jnp.sin(means)) + jnp.sum(weights * jnp.sin(covariances))
+
+    return value
+
+
+@pytest.mark.parametrize("n", [1, 2, 18])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_moments_and_their_derivatives_equal_those_of_a_loop(n: int, parallel: bool):
+    arguments = moment_arguments(n)
+
+    def everything(function) -> tuple:
+        value = of_moments(function, parallel)
+        gradient = jax.grad(value)
+        second = jax.jvp(gradient, (arguments,), (moment_arguments(n),))[1]
+        return function(*arguments, parallel), gradient(arguments), second
+
+    got, expected = (
+        jax.jit(everything, static_argnums=0)(f) for f in (affine_moments, moments_by_loop)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), got, expected)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

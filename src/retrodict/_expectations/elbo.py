@@ -54,6 +54,9 @@ def elbo(
     `BackwardSampling` every single path then gives the log-evidence. By quadrature it is an
     approximation of the bound and not a bound.
 
+    Differentiate it by `jax.grad` or `jax.hessian`; under a `LinearGaussianChain`, `jax.jvp` raises
+    a `TypeError`.
+
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
         >>> model = rd.StateSpaceModel(

@@ -6,7 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, check_count
 from retrodict._families import perceptron, recursions
@@ -35,7 +36,7 @@ from retrodict._model import (
     dense_scale,
     unwrap,
 )
-from retrodict._numerics import linalg
+from retrodict._numerics import gated_recurrence, inputs_of_existing, linalg
 
 F = TypeVar("F", bound="AbstractNetworkFamily")
 L = TypeVar("L", bound="AbstractLawFamily")
@@ -177,6 +178,17 @@ class AbstractCellFamily(AbstractNetworkFamily):
         """Update the cell."""
         return RecurrentState(self.cell(embedded.features, state.hidden))
 
+    def advance_on_accelerator(
+        self, state: RecurrentState, embedded: Embedded, exists: Bool[Array, "time"] | None
+    ) -> RecurrentState:
+        """Update the cell for all rows, with one product per row."""
+        cell: Any = self.cell  # a cell of this library has a bias
+        projected = jnp.matmul(embedded.features, cell.weight_ih.T, precision=lax.Precision.HIGHEST)
+        inputs = projected + cell.bias[None]
+        if exists is not None:
+            inputs = inputs_of_existing(inputs, exists)
+        return RecurrentState(gated_recurrence(inputs, state.hidden, cell.weight_hh, cell.bias_n))
+
 
 class AbstractLawFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
     """A family whose state is its filtering law, which a network updates.
@@ -211,6 +223,7 @@ class AbstractLawFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
         return self.coordinates.factor(after.mean, after.scale, *back)
 
 
+@eqx.filter_jit
 def _standard_transition(coordinates: Coordinates, chain: PriorChain) -> Transition:
     solve, scale = linalg.solve_triangular, coordinates.state_scale
     prior = Gaussian(

@@ -117,6 +117,7 @@ class AbstractReadoutFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily)
         )
 
 
+@eqx.filter_jit
 def reversed_start(coordinates: Coordinates, transition: Transition) -> BackwardStart:
     """Return the backward kernel of the stationary prior chain at the mean input."""
     coordinates, transition = unwrap(coordinates), unwrap(transition)

@@ -230,6 +230,8 @@ class ArrayDataset(AbstractDataset):
 
     def spaced(self, count: int) -> Series:
         """Return at most `count` series at equal distances."""
+        if count >= self._count:
+            return self.first(count)
         return self._at(spaced_indices(self._count, count))
 
     def first(self, count: int) -> Series:
@@ -238,7 +240,8 @@ class ArrayDataset(AbstractDataset):
 
     def _at(self, index: Any) -> Series:
         """Return some of the series, in the memory of every process."""
-        chosen = self._series.at(index)
+        everything = isinstance(index, slice) and index.stop == self._series.num_series
+        chosen = self._series if everything else self._series.at(index)
         return to_hosts(chosen) if self._is_shared else chosen
 
     def fingerprint(self) -> bytes:

@@ -160,8 +160,8 @@ def fit(
         series = dataset.spaced(NUM_PREPARED)
         family = family.prepare(model, series.ys, **series.options())
     parameters, fixed = partition(family, model, learn, "fit")
-    keys = jax.random.split(jax.random.fold_in(key, 2), options.restarts - 1)
-    others = [partition(family.redraw(each), model, learn, "fit").parameters for each in keys]
+    others = _redrawn(key, family, options.restarts - 1)
+    others = [partition(other, model, learn, "fit").parameters for other in others]
     parameters, num_starts = _stacked(parameters, others)
 
     # Loss: the negative ELBO of a minibatch as a function of the parameters. Its gradient is taken
@@ -240,6 +240,13 @@ def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
         )
     options = {"mask": None, "inputs": None, "length": None, **options}
     return batch_for(unwrap(model), ys, learner="fit", **options)
+
+
+def _redrawn(key: PRNGKey, family: AbstractFamily, count: int) -> list[AbstractFamily]:
+    """Return the family with new random weights, `count` times."""
+    if count == 0:
+        return []
+    return [family.redraw(each) for each in jax.random.split(jax.random.fold_in(key, 2), count)]
 
 
 def _stacked(first: PyTree, others: list[PyTree]) -> tuple[PyTree, int | None]:

@@ -10,6 +10,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -170,6 +171,7 @@ def default_optimiser(learning_rate: float, num_steps: int) -> optax.GradientTra
     return optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99)))
 
 
+@eqx.filter_jit
 def start(
     parameters: PyTree, optimiser: optax.GradientTransformation, num_starts: int | None
 ) -> TrainState:
@@ -185,9 +187,9 @@ def start(
         parameters,
         (optimiser.init if num_starts is None else jax.vmap(optimiser.init))(parameters),
         parameters,
-        jnp.full(shape, jnp.inf),
+        jnp.full(shape, jnp.inf, float),
         jnp.zeros(shape, jnp.int32),
-        jnp.full(shape, jnp.inf),
+        jnp.full(shape, jnp.inf, float),
         jnp.zeros(shape),
         jnp.zeros(shape, jnp.int32),
         jnp.zeros(shape, jnp.int32),
@@ -243,23 +245,36 @@ def train(
     state, history = placement.place(begun.state), begun.history
     key, stages, evaluate = placement.copy((key, list(stages), evaluate))
     score = functools.partial(_score, evaluate, placement)
+    count = chunk_size if steps_per_load is None else steps_per_load
+    fetch = functools.lru_cache(maxsize=1)(fetch)
+
+    def arguments(state: TrainState, stage: LossStage, until: int) -> tuple:
+        """Return the arguments of `_take_steps` for the next call."""
+        before = int(state.step)
+        then = min(before + count, until)
+        batches = fetch(before, count, then if then < stages[-1].until else None)
+        return stage.loss, optimiser, placement, count, state, batches, key, jnp.asarray(until)
+
+    def end_of_chunk(state: TrainState, stage: LossStage) -> int:
+        return min(int(state.step) + chunk_size, stage.until)
+
     if not history.score_steps.size:
+        first = next((stage for stage in stages if int(state.step) < stage.until), None)
+        if placement.mesh is None and first is not None:
+            compile_together(
+                (_score, (evaluate, placement, state.parameters, validation)),
+                (_take_steps, arguments(state, first, end_of_chunk(state, first))),
+            )
         scores, noise = score(state.parameters, validation)
         state = keep(state, scores, noise)
         history = TrainHistory(
             np.zeros((*np.shape(scores), 0)), np.asarray(scores)[..., None], np.zeros(1, int)
         )
-    count = chunk_size if steps_per_load is None else steps_per_load
     for stage in stages:
-        if int(state.step) >= stage.until:
-            continue
-        run = functools.partial(_take_steps, stage.loss, optimiser, placement, count)
         while int(state.step) < stage.until:
-            until, losses = min(int(state.step) + chunk_size, stage.until), []
+            until, losses = end_of_chunk(state, stage), []
             while (before := int(state.step)) < until:
-                then = min(before + count, until)
-                batches = fetch(before, count, then if then < stages[-1].until else None)
-                state, values = run(state, batches, key, jnp.asarray(until))
+                state, values = _take_steps(*arguments(state, stage, until))
                 losses.append(np.asarray(values)[..., : int(state.step) - before])
             scores, noise = score(state.parameters, validation)
             state = keep(state, scores, noise)
@@ -294,6 +309,18 @@ def _stopped(
     best = history.score_steps[np.argmin(scores, axis=-1)]
     waited = int(state.step) - int(np.max(best))
     return "stopped early" if waited >= patience * chunk_size else None
+
+
+def compile_together(*programs: tuple[Any, tuple]) -> None:
+    """Compile several programs at the same time, so that calls find them compiled.
+
+    Args:
+        *programs: pairs of a function under `eqx.filter_jit` and its arguments.
+    """
+    lowered = [function.lower(*arguments) for function, arguments in programs]
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        # Compilation does not hold the lock of the interpreter.
+        list(pool.map(lambda each: each.compile(), lowered))
 
 
 # These programs take losses and optimisers as arguments. A loss that is an equinox module, with the

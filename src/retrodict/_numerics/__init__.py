@@ -3,6 +3,7 @@
 from retrodict._numerics import linalg as linalg
 from retrodict._numerics import nonsingular_law as nonsingular_law
 from retrodict._numerics.associative_scan import SETTLED_ROWS as SETTLED_ROWS
+from retrodict._numerics.associative_scan import affine_moments as affine_moments
 from retrodict._numerics.associative_scan import affine_scan as affine_scan
 from retrodict._numerics.associative_scan import affine_suffix_paths as affine_suffix_paths
 from retrodict._numerics.associative_scan import affine_suffix_scan as affine_suffix_scan
@@ -15,6 +16,8 @@ from retrodict._numerics.batched_map import in_parts as in_parts
 from retrodict._numerics.covariances import condition_covariance as condition_covariance
 from retrodict._numerics.covariances import factor_if_precise as factor_if_precise
 from retrodict._numerics.covariances import propagate as propagate
+from retrodict._numerics.gated_recurrence import gated_recurrence as gated_recurrence
+from retrodict._numerics.gated_recurrence import inputs_of_existing as inputs_of_existing
 from retrodict._numerics.gaussian_law import GaussianLaw as GaussianLaw
 from retrodict._numerics.gaussian_law import condition as condition
 from retrodict._numerics.gaussian_law import law_of as law_of

@@ -7,7 +7,7 @@ times, for any n.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -112,14 +112,17 @@ def affine_suffix_scan(
     biases: Float[Array, "time d"],
     covariances: Float[Array, "time d d"],
     parallel: Parallel = True,
+    *,
+    reverse: bool = True,
 ) -> tuple[Float[Array, "time d"], Float[Array, "time d d"]]:
     """Solve m_k = w_k m_{k+1} + b_k and P_k = w_k P_{k+1} w_kᵀ + c_k from m_n = 0, P_n = 0.
 
     A prefix scan composes the affine maps, so that all times are computed in O(log n) rounds.
+    Without `reverse` the recursion starts at the first row, with k − 1 in place of k + 1.
     """
 
-    def compose(later: tuple, earlier: tuple) -> tuple:
-        (weight_1, bias_1, covariance_1), (weight_2, bias_2, covariance_2) = later, earlier
+    def compose(first: tuple, second: tuple) -> tuple:
+        (weight_1, bias_1, covariance_1), (weight_2, bias_2, covariance_2) = first, second
         spread = linalg.matmul(linalg.matmul(weight_2, covariance_1), weight_2.T)
         return (
             linalg.matmul(weight_2, weight_1),
@@ -130,8 +133,91 @@ def affine_suffix_scan(
     eye = jnp.eye(biases.shape[1], dtype=biases.dtype)
     neutral = (eye, jnp.zeros_like(biases[0]), jnp.zeros_like(eye))
     elements = (weights, biases, covariances)
-    _, means, spreads = prefix_scan(compose, elements, neutral, reverse=True, parallel=parallel)
+    _, means, spreads = prefix_scan(compose, elements, neutral, reverse=reverse, parallel=parallel)
     return means, spreads
+
+
+def affine_moments(
+    weights: Float[Array, "steps d d"],
+    noise: tuple[Float[Array, "steps d"], Float[Array, "steps d d"]],
+    last: tuple[Float[Array, "d"], Float[Array, "d d"]],
+    parallel: Parallel,
+) -> tuple[Float[Array, "time d"], Float[Array, "time d d"]]:
+    """Solve m_k = w_k m_{k+1} + b_k and P_k = w_k P_{k+1} w_kᵀ + c_k from the moments of row n-1.
+
+    The derivative, in reverse mode, is a recursion of the same kind that runs forward. With μ_k and
+    Λ_k the cotangents of b_k and c_k, and g_k and h_k those of the results m_k and P_k,
+
+        μ_k = g_k + w_{k-1}ᵀ μ_{k-1},    Λ_k = h_k + w_{k-1}ᵀ Λ_{k-1} w_{k-1},
+
+    and the cotangent of w_k is μ_k m_{k+1}ᵀ + (Λ_k + Λ_kᵀ) w_k P_{k+1}. Nothing but the results is
+    stored, and nothing is added up inside of a loop.
+
+    Args:
+        weights: w_k, for k = 0..n-2.
+        noise: b_k and the symmetric c_k.
+        last: m_{n-1} and the symmetric P_{n-1}.
+        parallel: whether to compose the maps by an associative scan.
+
+    Returns:
+        The moments of all n rows.
+    """
+    return _affine_moments(weights, noise, last, parallel)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _affine_moments(weights: Array, noise: tuple, last: tuple, parallel: Parallel) -> Any:
+    return _moments(weights, noise, last, parallel, reverse=True)
+
+
+def _moments(
+    weights: Array, noise: tuple, start: tuple, parallel: Parallel, *, reverse: bool
+) -> tuple[Array, Array]:
+    """Solve the recursion of `affine_moments` from either end, and return all rows."""
+
+    def join(start: tuple, rest: tuple) -> tuple:
+        return appended(rest, start, parallel) if reverse else prepended(start, rest, parallel)
+
+    if parallel:
+        # The start is the image of a constant map.
+        zero = jnp.zeros(weights.shape[1:], weights.dtype)
+        gains, *added = join((zero, *start), (weights, *noise))
+        return affine_suffix_scan(gains, added[0], added[1], parallel, reverse=reverse)
+
+    def move(law: tuple[Array, Array], row: tuple) -> tuple[tuple, tuple]:
+        (mean, covariance), (weight, (bias, spread)) = law, row
+        # The fence makes the transpose a separate copy: a copy and a plain product are faster than
+        # a product that transposes its operand.
+        moved = linalg.matmul(linalg.matmul(weight, covariance), linalg.fence(weight.T))
+        law = (linalg.matvec(weight, mean) + bias, moved + spread)
+        return law, law
+
+    return join(start, lax.scan(move, start, (weights, noise), reverse=reverse)[1])
+
+
+def _moments_forward(
+    weights: Array, noise: tuple, last: tuple, parallel: Parallel
+) -> tuple[tuple[Array, Array], tuple]:
+    moments = _moments(weights, noise, last, parallel, reverse=True)
+    return moments, (weights, *moments)
+
+
+def _moments_backward(
+    parallel: Parallel, residuals: tuple, cotangents: tuple[Array, Array]
+) -> tuple[Array, tuple, tuple]:
+    weights, means, covariances = residuals
+    first = jax.tree.map(lambda leaf: leaf[0], cotangents)
+    later = jax.tree.map(lambda leaf: leaf[1:], cotangents)
+    adjoints = _moments(jnp.swapaxes(weights, 1, 2), later, first, parallel, reverse=False)
+    of_bias, of_covariance = of_noise = jax.tree.map(lambda leaf: leaf[:-1], adjoints)
+    product = jax.vmap(linalg.matmul)
+    both = of_covariance + jnp.swapaxes(of_covariance, 1, 2)
+    of_weights = product(both, product(weights, covariances[1:]))
+    of_weights = of_weights + of_bias[:, :, None] * means[1:, None, :]
+    return of_weights, of_noise, jax.tree.map(lambda leaf: leaf[-1], adjoints)
+
+
+_affine_moments.defvjp(_moments_forward, _moments_backward)
 
 
 def affine_scan(

@@ -8,6 +8,7 @@ from retrodict.distributed.mesh import gather_from_devices as gather_from_device
 from retrodict.distributed.mesh import is_multi_process as is_multi_process
 from retrodict.distributed.mesh import map_shards as map_shards
 from retrodict.distributed.mesh import num_devices as num_devices
+from retrodict.distributed.mesh import on_accelerator as on_accelerator
 from retrodict.distributed.mesh import pad_to_multiple as pad_to_multiple
 from retrodict.distributed.mesh import process_slice as process_slice
 from retrodict.distributed.mesh import shard_over as shard_over

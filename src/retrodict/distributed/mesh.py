@@ -48,6 +48,15 @@ def _with_automatic_axes(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def on_accelerator() -> bool:
+    """Return whether JAX computes on an accelerator unless told otherwise.
+
+    There every operation has a fixed cost, however small it is: loops over time should have few
+    operations and few rounds. Results do not depend on it, up to rounding.
+    """
+    return jax.default_backend() != "cpu"
+
+
 def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
     """Return the number of shards of an array over some axes of a mesh."""
     return math.prod(mesh.shape[axis] for axis in axes)
