@@ -165,13 +165,15 @@ def _resolved(lower: Float[Array, "*time d d"]) -> Bool[Array, ""]:
 def narrowness(lower: Float[Array, "*time d d"]) -> Float[Array, "*time"]:
     """Return a bound from below of the squared width of every direction of factors.
 
-    Widths are relative to the coordinates. A row of a Cholesky factor has the norm of the rows that
-    it factors. Divided by these norms, its squared pivots have a product that bounds the squared
-    width of any direction from below, up to a factor of e. Single pivots do not: each may be
-    moderate in a factor with a narrow direction.
+    Widths are relative to the coordinates, which are the norms of the rows. With rows of norm one
+    the bound is 1 / |B⁻¹|², in the Frobenius norm. It is at most d times too small. The product of
+    the squared pivots is a bound too, but far too small for many coordinates.
     """
-    pivots = jnp.diagonal(lower, axis1=-2, axis2=-1) ** 2
-    return jnp.prod(pivots / jnp.sum(lower**2, axis=-1), axis=-1)
+    sizes = jnp.sqrt(jnp.sum(lower**2, axis=-1))
+    inverse = _solve(lower, _identity_like(lower) * sizes[..., None, :])
+    bound = 1.0 / jnp.sum(inverse**2, axis=(-2, -1))
+    # The solution for small matrices is finite where a pivot is zero.
+    return jnp.where(jnp.all(jnp.diagonal(lower, axis1=-2, axis2=-1) > 0, axis=-1), bound, 0.0)
 
 
 def condition_standard(design: Float[Array, "*time p d"]) -> Conditioning:
@@ -287,7 +289,7 @@ def _remaining_scale_large(q: Float[Array, "time d d_plus_k"]) -> Float[Array, "
     first = q[..., :d]
     covariance = _identity_like(first) - _matmul(_transpose(first), first)
     lower = jnp.tril(lax.linalg.cholesky(covariance, symmetrize_input=False))
-    widths = jnp.prod(jnp.diagonal(lower, axis1=-2, axis2=-1) ** 2, axis=-1)
+    widths = jnp.min(jnp.sum(lower**2, axis=-1), axis=-1) * narrowness(lower)
     return lax.cond(
         jnp.all(widths > linalg.narrowest(q.dtype)),
         lambda: lower,
