@@ -358,6 +358,8 @@ def factors(
                 " Use parallel=False, or ScanFamily."
             )
         afters = advance_in_parallel(embedded, exists, parallel)
+    elif family.state_dim > linalg.UNROLLED:
+        return _read_one_by_one(family, state, embedded, exists)
     else:
         afters = _advance_one_by_one(family, state, embedded, exists)
     befores = prepended(state, jax.tree.map(lambda leaf: leaf[:-1], afters), parallel)
@@ -371,20 +373,45 @@ def _advance_one_by_one(
     embedded: Any,
     exists: Bool[Array, "time"] | None,
 ) -> Any:
+    """Return the states after every row."""
+
     def move(before: Any, at: tuple) -> tuple[Any, Any]:
-        row, real = at
-        after = family.advance(before, row)
-        if real is not None:
-            after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, before)
+        after = _advance(family, before, *at)
         return after, after
 
-    # With large states, storing the residuals of a step takes longer than recomputing the step:
-    # a fifth of the time of a training step with d = 10.
-    if family.state_dim > linalg.UNROLLED:
-        return lax.scan(jax.checkpoint(move), state, (embedded, exists))[1]
-    # With small ones, a step is a few dozen tiny operations. Two steps per iteration save a seventh
-    # of the time of smoothing one series, for half a second of compilation.
+    # A step is a few dozen tiny operations. Two steps per iteration save a seventh of the time of
+    # smoothing one series, for half a second of compilation.
     return lax.scan(move, state, (embedded, exists), unroll=2)[1]
+
+
+def _read_one_by_one(
+    family: AbstractFactorFamily,
+    state: Any,
+    embedded: Any,
+    exists: Bool[Array, "time"] | None,
+) -> tuple[Factor, Any]:
+    """Return the factors of all rows and the last state, from one scan.
+
+    With large states, arrays of all rows exceed the caches, and writing them takes longer than the
+    arithmetic. Factors are therefore read where the states are, and residuals are recomputed.
+    """
+
+    @jax.checkpoint
+    def move(before: Any, at: tuple) -> tuple[Any, Factor]:
+        row, _ = at
+        after = _advance(family, before, *at)
+        return after, family.read(before, after, row)
+
+    last, read = lax.scan(move, state, (embedded, exists))
+    return read, last
+
+
+def _advance(family: AbstractFactorFamily, before: Any, row: Any, real: Any) -> Any:
+    """Return the state after a row; that before it if the row is padding."""
+    after = family.advance(before, row)
+    if real is None:
+        return after
+    return jax.tree.map(lambda new, old: jnp.where(real, new, old), after, before)
 
 
 def advance_over(family: AbstractFactorFamily, series: Series, stop: Any) -> Any:
