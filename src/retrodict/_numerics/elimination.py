@@ -120,11 +120,11 @@ def _batch_last(args: tuple, dims: tuple, **options: bool) -> tuple[list[Array],
 
 
 def _differentiate(primals: tuple, tangents: tuple, *, semidefinite: bool) -> tuple[list, list]:
-    values = _eliminate_p.bind(*primals, semidefinite=semidefinite)
+    lower, inverse = _eliminate_p.bind(*primals, semidefinite=semidefinite)
     slopes = partial(_slopes, semidefinite=semidefinite)
-    for _ in primals[0].shape[2:]:
+    for _ in lower.shape[2:]:
         slopes = jax.vmap(slopes, in_axes=-1, out_axes=-1)
-    return values, slopes(*values, ad.instantiate_zeros(tangents[0]))
+    return [lower, inverse], slopes(lower, inverse, ad.instantiate_zeros(tangents[0]))
 
 
 # `jax.custom_batching.custom_vmap` would do, but it has no derivative, and JAX drops custom
