@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def main() -> None:
 
     steps = [
         *both(LONG // divisor, True),
-        *(lambda case=case: batch_timing(*case, bandwidth, divisor) for case in BATCHES),
+        *(partial(batch_timing, *case, bandwidth, divisor) for case in BATCHES),
         lambda: agreement(given, min(COMPARED, LONG // divisor)),
         *both(SEQUENTIAL, False),
         *both(MIDDLE // divisor, True),

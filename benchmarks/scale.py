@@ -169,7 +169,7 @@ def first_step(name: str, batch: int, n: int, float32: bool) -> dict[str, Any]:
     """
     jax.config.update("jax_enable_x64", not float32)
     kind, parallel = STARTED[name]
-    model = nonlinear_model(jnp.float32 if float32 else jnp.float64, STATE, OBS)
+    model = tanh_model(STATE, OBS, jnp.float32 if float32 else jnp.float64)
     keys = jax.random.split(jax.random.key(1), batch)
     ys = jax.block_until_ready(jax.jit(jax.vmap(lambda key: model.simulate(key, n)[1]))(keys))
     family, compiled, steps = kind(jax.random.key(0), STATE, OBS), [], []

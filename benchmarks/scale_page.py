@@ -109,7 +109,7 @@ def start_section(results: dict[str, Any]) -> str:
     ]
     about = f"{machine_of(results)}; {runs[0]['batch']:,} series of {runs[0]['num_times']} rows, a"
     about += " new process for each family. The first evaluation is part of it.\n\n"
-    return about + table(["family", "seconds to the first step", "compiled programs"], rows)
+    return about + markdown(["family", "seconds to the first step", "compiled programs"], rows)
 
 
 def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:

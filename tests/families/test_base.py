@@ -66,7 +66,7 @@ class Dims(NamedTuple):
     input: int
 
 
-SIZES = {"d1": Dims(1, 1, 0), "d2-inputs": Dims(2, 3, 2)}
+SIZES = {"d1": Dims(1, 1, 0), "d2-inputs": Dims(2, 3, 2), "d8": Dims(8, 2, 0)}
 
 
 class Rows(NamedTuple):
@@ -235,6 +235,14 @@ def test_stream_equals_chain_of_whole_series(name: str, size: str):
     chain = chains_of(name, size)["nan"]
     assert_close(stream.law, chain.laws)
     assert_close(jax.tree.map(lambda leaf: leaf[1:], stream.kernel), chain.steps)
+
+
+@pytest.mark.parametrize(
+    "name", ["gated_natural", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS[:4])]
+)
+def test_stream_of_large_states_equals_chain_of_whole_series(name: str):
+    """States beyond the unrolled sizes, whose factors are read in the scan."""
+    test_stream_equals_chain_of_whole_series(name, "d8")
 
 
 @EVERY
@@ -670,6 +678,34 @@ def test_kalman_family_equals_exact_posterior(size: str):
             k.scale_tril @ jnp.swapaxes(k.scale_tril, 1, 2) for k in (got.kernels, exact.kernels)
         ]
         assert_close(spreads[0], spreads[1], 1e-10)
+
+
+def test_elbo_of_large_states_is_the_evidence_with_its_gradient():
+    """With two padded series; the exact posterior is stationary, so that its gradient is too."""
+    model, rows = model_of("d8"), rows_of("d8")["padded"]
+    family = rd.KalmanFamily(model)
+    lengths = jnp.array([LENGTH, 1])
+
+    @jax.jit
+    @jax.vmap
+    def evidence(length):
+        return rd.kalman_smoother(model, rows.ys, length=length).log_evidence
+
+    @jax.jit
+    def slopes(family):
+        def bound(family):
+            def one(length):
+                return rd.elbo(model, family.infer(rows.ys, length=length), rows.ys, length=length)
+
+            bounds = jax.vmap(one)(lengths)
+            return jnp.sum(bounds), bounds
+
+        return eqx.filter_grad(bound, has_aux=True)(family)
+
+    gradient, bounds = slopes(family)
+    assert_close(bounds, evidence(lengths), 1e-9)
+    for leaf in jax.tree.leaves(gradient):
+        assert_close(leaf, jnp.zeros_like(leaf), 1e-7)
 
 
 def test_kalman_family_copies_its_model():

@@ -331,8 +331,11 @@ def pair_laws(
         The marginals N(m_k, S_k S_kᵀ), the factors R and the factors s.
     """
     if chain.standard is None:
+        in_parallel = parallel or on_accelerator()
+        if chain.state_dim > UNROLLED and not in_parallel:
+            return _pairs_with_density(chain)
         terminal, kernels = _recursion(chain)
-        marginals = _propagated(kernels, terminal, parallel or on_accelerator())
+        marginals = _propagated(kernels, terminal, in_parallel)
     else:
         marginals = _recursion_marginals(chain, parallel)
     return _to_states(chain, marginals), *_pair_factors(chain, marginals)
@@ -360,6 +363,34 @@ def _propagated(kernels: StandardKernel, terminal: Gaussian, parallel: Parallel)
     last = (terminal.mean, terminal.covariance)
     means, covariances = affine_moments(kernels.gain, noise, last, parallel)
     return jax.vmap(Gaussian)(means, jax.vmap(linalg.semidefinite_cholesky)(covariances))
+
+
+def _pairs_with_density(chain: LinearGaussianChain) -> tuple[Gaussian, Array, Array]:
+    """Compute `pair_laws` as `_propagated` does, for large states.
+
+    Covariances are factored in the scan, which needs the factors of the pairs anyway. In batches of
+    large matrices a second pass over all times takes longer than the arithmetic, and so does
+    storing what the derivative can recompute.
+    """
+    terminal, kernels = chain.terminal, chain.kernels
+    last = jnp.tril(terminal.scale_tril)
+
+    @jax.checkpoint
+    def back(law: tuple[Array, Array], step: tuple) -> tuple[tuple, tuple]:
+        mean, scale = law
+        gain, offset, noise = step
+        reach = linalg.matmul(gain, scale)
+        rows = jnp.concatenate([reach, noise], axis=1)
+        scale = linalg.semidefinite_cholesky(linalg.matmul(rows, linalg.fence(rows.T)))
+        mean = linalg.matvec(gain, mean) + offset
+        return (mean, scale), (mean, scale, reach)
+
+    steps = (kernels.weight, kernels.bias, kernels.scale_tril)
+    _, (means, scales, reach) = lax.scan(back, (terminal.mean, last), steps, reverse=True)
+    laws = jax.vmap(Gaussian)(
+        jnp.concatenate([means, terminal.mean[None]]), jnp.concatenate([scales, last[None]])
+    )
+    return laws, reach, kernels.scale_tril
 
 
 def _marginals_in_parallel(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
@@ -479,7 +510,9 @@ def _log_prob(chain: LinearGaussianChain, path: Float[Array, "time state"]) -> S
 def _entropy(chain: LinearGaussianChain) -> Scalar:
     terminal, kernels = _recursion(chain)
     kernels, exists = _finite_kernels(chain, kernels)
-    pivots = jnp.diagonal(kernels.scale, axis1=-2, axis2=-1)
+    # The derivative of `jnp.diagonal` scatters one entry after another.
+    on_diagonal = jnp.eye(chain.state_dim, dtype=bool)
+    pivots = jnp.sum(jnp.where(on_diagonal, kernels.scale, 0.0), axis=-1)
     steps = 0.5 * chain.state_dim * (1.0 + LOG_2PI) + jnp.sum(jnp.log(jnp.abs(pivots)), axis=-1)
     return terminal.entropy() + jnp.sum(jnp.where(exists, steps, 0.0)) + _log_volume(chain)
 

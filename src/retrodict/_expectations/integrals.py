@@ -68,8 +68,9 @@ def _expected_quadratic(
 
 def _expected_log_prior(law: Gaussian, row: StateRow) -> Scalar:
     """E log N(x; m, s sᵀ) = −½ (‖s⁻¹(m_0 − m)‖² + ‖s⁻¹S_0‖² + d log 2π) − log |s|."""
-    shift = scale_solve(law.scale_tril, row.mean - law.mean)
-    spread = scale_solve(law.scale_tril, row.scale)
+    whitener = scale_inverse(law.scale_tril, row.mean.dtype)
+    shift = linalg.matvec(whitener, row.mean - law.mean)
+    spread = linalg.matmul(whitener, row.scale)
     return whitened_log_density(law.scale_tril, law.dim, shift, spread)
 
 

@@ -6,13 +6,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict._arrays import where_rows
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, pair_laws
 from retrodict._expectations.functionals import AbstractInitialTerm, AbstractPairTerm, AbstractTerm
 from retrodict._model import fill_padding
-from retrodict.distributed import Parallel
+from retrodict._numerics import linalg
+from retrodict.distributed import Parallel, on_accelerator
 
 
 class StateRow(eqx.Module):
@@ -97,7 +99,19 @@ class Moments(eqx.Module):
         self, term: AbstractTerm, expect: Callable[..., PyTree], data: PyTree, *per_row: Any
     ) -> PyTree:
         """Return the sum of `expect(row, data, *per_row)` over the rows of a term."""
-        return sum_over_rows(term, expect, (self.states, self.pairs), data, self.exists, *per_row)
+        rows = (self.states, self.pairs)
+        large = self.states.mean.shape[1] > linalg.UNROLLED
+        over_rows = _one_by_one if large and not on_accelerator() else jax.vmap
+        return sum_over_rows(term, expect, rows, data, self.exists, *per_row, over_rows=over_rows)
+
+
+def _one_by_one(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return the map of a function over rows, one at a time and without residuals.
+
+    For a batch of series with large states, arrays of all rows exceed the caches: writing them
+    takes longer than computing them twice.
+    """
+    return lambda *rows: lax.map(jax.checkpoint(lambda row: fn(*row)), rows)
 
 
 def sum_over_rows(
@@ -107,6 +121,7 @@ def sum_over_rows(
     data: PyTree,
     exists: Bool[Array, "time"] | None,
     *per_row: Any,
+    over_rows: Callable[..., Callable[..., PyTree]] = jax.vmap,
 ) -> PyTree:
     """Return the sum of `fn(row, data, *per_row)` over the rows of a term that exist.
 
@@ -117,6 +132,7 @@ def sum_over_rows(
         data: a pytree with one row per state.
         exists: which states exist; `None` if all of them do.
         *per_row: more pytrees, with one row per row of the term.
+        over_rows: maps a function over rows.
     """
     chosen, pairs = rows
     if isinstance(term, AbstractInitialTerm):
@@ -131,7 +147,7 @@ def sum_over_rows(
             leaf = where_rows(exists, leaf, 0)
         return jnp.sum(leaf, axis=0)
 
-    return jax.tree.map(add_up, jax.vmap(fn)(chosen, data, *per_row))
+    return jax.tree.map(add_up, over_rows(fn)(chosen, data, *per_row))
 
 
 def existing_rows(chain: AbstractBackwardChain) -> Bool[Array, "time"] | None:

@@ -288,7 +288,7 @@ def _condition_on_sites(
 ) -> tuple[Float[Array, "state"], Float[Array, "state state"]]:
     """Return mean and lower factor of N(mean, s sᵀ) times Gaussian factors expanded at `at`.
 
-    With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `nonsingular_law.condition`.
+    With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `nonsingular_law.reverse`.
     """
     scaled_design = product(sites.design, scale)
     gained = product(transposed(scaled_design), sites.curvature[:, None] * scaled_design)

@@ -32,6 +32,7 @@ from retrodict._model import (
     unwrap,
 )
 from retrodict._model import prepare_row as validate_row
+from retrodict._numerics import linalg
 from retrodict.distributed import Parallel, laid_out, on_accelerator, prepended
 
 C = TypeVar("C", bound=AbstractKernelChain)
@@ -361,6 +362,8 @@ def factors(
                 " Use parallel=False, or ScanFamily."
             )
         afters = advance_in_parallel(embedded, exists, parallel)
+    elif family.state_dim > linalg.UNROLLED and not on_accelerator():
+        return _read_one_by_one(family, state, embedded, exists)
     else:
         fast = getattr(family, "advance_on_accelerator", None) if on_accelerator() else None
         one_by_one = fast or partial(_advance_one_by_one, family)
@@ -376,11 +379,10 @@ def _advance_one_by_one(
     embedded: Any,
     exists: Bool[Array, "time"] | None,
 ) -> Any:
+    """Return the states after every row."""
+
     def move(before: Any, at: tuple) -> tuple[Any, Any]:
-        row, real = at
-        after = family.advance(before, row)
-        if real is not None:
-            after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, before)
+        after = _advance(family, before, *at)
         return after, after
 
     # Storing the residuals of a step takes longer than recomputing the step: each is an operation
@@ -388,6 +390,36 @@ def _advance_one_by_one(
     # iteration save a sixth of the time of smoothing one series.
     unroll = 2 if family.state_dim == 1 else 1
     return lax.scan(jax.checkpoint(move), state, (embedded, exists), unroll=unroll)[1]
+
+
+def _read_one_by_one(
+    family: AbstractFactorFamily,
+    state: Any,
+    embedded: Any,
+    exists: Bool[Array, "time"] | None,
+) -> tuple[Factor, Any]:
+    """Return the factors of all rows and the last state, from one scan.
+
+    With large states, arrays of all rows exceed the caches, and writing them takes longer than the
+    arithmetic. Factors are therefore read where the states are, and residuals are recomputed.
+    """
+
+    @jax.checkpoint
+    def move(before: Any, at: tuple) -> tuple[Any, Factor]:
+        row, _ = at
+        after = _advance(family, before, *at)
+        return after, family.read(before, after, row)
+
+    last, read = lax.scan(move, state, (embedded, exists))
+    return read, last
+
+
+def _advance(family: AbstractFactorFamily, before: Any, row: Any, real: Any) -> Any:
+    """Return the state after a row; that before it if the row is padding."""
+    after = family.advance(before, row)
+    if real is None:
+        return after
+    return jax.tree.map(lambda new, old: jnp.where(real, new, old), after, before)
 
 
 def advance_over(family: AbstractFactorFamily, series: Series, stop: Any) -> Any:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -12,22 +13,25 @@ from retrodict._families.network import AbstractLawFamily, Embedded, Transition
 from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
 from retrodict._model import LinearGaussianKernel, Series
-from retrodict._numerics import linalg, nonsingular_law
+from retrodict._numerics import linalg, transposed
 from retrodict.distributed import Parallel
 
 
 class Potential(NamedTuple):
-    """A row and its potential exp(−½‖rᵀz − v‖²), computed by the encoder.
+    """A row and its potential exp(ηᵀz − ½‖rᵀz‖²), as numbers of the encoder.
 
     Attributes:
         row: the row in standard coordinates.
-        design: rᵀ.
-        value: v = r⁻¹η, for the natural parameters η and r rᵀ.
+        precision_mean: η.
+        raw_root: the numbers of r, `perceptron.tril_from` of which is ten times r. A matrix for
+            each row takes more time to write than to compute.
+        is_observed: whether an entry of the row was observed; `None` if one was in all rows.
     """
 
     row: Embedded
-    design: Float[Array, "*time state state"]
-    value: Float[Array, "*time state"]
+    precision_mean: Float[Array, "*time state"]
+    raw_root: Float[Array, "*time size"]
+    is_observed: Bool[Array, "*time"] | None
 
     @property
     def transition(self) -> LinearGaussianKernel | None:
@@ -82,26 +86,39 @@ class ConjugateFamily(AbstractLawFamily):
         """Compute the potential of the row."""
         embedded, d = self.standard(row), self.state_dim
         out = self.network(embedded.features)
-        root = START * perceptron.tril_from(out[d:], d)
+        mean, is_observed = out[:d], None
         if row.mask is not None:
             # A missing row carries no information.
-            root = jnp.where(jnp.any(row.mask), root, NOTHING * jnp.eye(d, dtype=root.dtype))
-            out = jnp.where(jnp.any(row.mask), out, 0.0)
-        return Potential(embedded, root.T, linalg.solve_triangular(root, out[:d]))
+            is_observed = jnp.any(row.mask)
+            mean = jnp.where(is_observed, mean, 0.0)
+        return Potential(embedded, mean, out[d:], is_observed)
 
     def advance(self, state: GaussianState, embedded: Potential) -> GaussianState:
         """Predict, and add the natural parameters of the row."""
-        law = recursions.predicted(state, self.transition_into(embedded))
-        law = nonsingular_law.condition(*law, embedded.design, embedded.value)
+        mean, whitener = recursions.predicted_whitener(state, self.transition_into(embedded))
+        precision_mean = linalg.matvec(whitener.T, linalg.matvec(whitener, mean))
+        law = recursions.from_natural(
+            precision_mean + embedded.precision_mean, transposed(whitener), self._root(embedded)
+        )
         return GaussianState(*law, state.num_read + 1)
+
+    def _root(self, embedded: Potential) -> Float[Array, "d d"]:
+        """Return the root r of the precision of a potential."""
+        d = self.state_dim
+        root = START * perceptron.tril_from(embedded.raw_root, d)
+        if embedded.is_observed is None:
+            return root
+        return jnp.where(embedded.is_observed, root, NOTHING * jnp.eye(d, dtype=root.dtype))
 
     def advance_in_parallel(
         self, embedded: Potential, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> GaussianState:
         """Compute all filtering laws by an associative scan."""
-        kernel = self.transition_into(embedded)
+        kernel, roots = self.transition_into(embedded), jax.vmap(self._root)(embedded)
+        values = jax.vmap(linalg.solve_triangular)(roots, embedded.precision_mean)
+        designs = jnp.swapaxes(roots, -1, -2)
         return recursions.filtered_in_parallel(
-            self.init(), kernel, embedded.design, embedded.value, exists, parallel
+            self.init(), kernel, designs, values, exists, parallel
         )
 
 

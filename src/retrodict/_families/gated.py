@@ -13,12 +13,7 @@ from retrodict._families.network import AbstractLawFamily, Embedded, Transition
 from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
 from retrodict._model import LinearGaussianKernel, Series
-from retrodict._numerics import (
-    inverse_of_upper_factor,
-    linalg,
-    product,
-    transposed,
-)
+from retrodict._numerics import linalg, transposed
 
 
 class GatedFamily(AbstractLawFamily):
@@ -90,12 +85,10 @@ class GatedFamily(AbstractLawFamily):
         proposed, root, mean_gate, gate = self._propose(features, mean, whitener)
         old, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
         one, other = old * transposed(whitener), new * root
-        precision = product(one, transposed(one)) + product(other, transposed(other))
-        scale = inverse_of_upper_factor(precision)
         precision_mean = mean_gate * linalg.matvec(whitener.T, linalg.matvec(whitener, mean))
         pull = linalg.matvec(root, linalg.matvec(root.T, proposed))
         precision_mean = precision_mean + (1 - mean_gate) * pull
-        return linalg.matvec(scale, linalg.matvec(scale.T, precision_mean)), scale
+        return recursions.from_natural(precision_mean, one, other)
 
     def _in_scales(
         self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.scipy.special import ndtri
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, check_count, check_key
+from retrodict._numerics import linalg
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -30,6 +31,10 @@ def tril_from(raw: Float[Array, "size"], d: int) -> Float[Array, "d d"]:
     if d == 1:
         return diagonal[:, None]
     packed = jnp.concatenate([diagonal, raw[d:]])
+    if d > linalg.UNROLLED:
+        places = np.full(d * d, packed.size)
+        places[_entries(d)] = np.arange(packed.size)
+        return jnp.append(packed, 0.0)[places].reshape(d, d)
     return jnp.matmul(packed, _places(d, raw.dtype), precision=HIGHEST).reshape(d, d)
 
 
@@ -39,8 +44,11 @@ def tril_features(scale: Float[Array, "d d"]) -> Float[Array, "size"]:
     if d == 1:
         return jnp.log(diagonal)
     ratios = (scale / diagonal[None, :]).reshape(-1)
-    below = _places(d, scale.dtype)[d:].T
-    return jnp.concatenate([jnp.log(diagonal), jnp.matmul(ratios, below, precision=HIGHEST)])
+    if d > linalg.UNROLLED:
+        below = ratios[_entries(d)[d:]]
+    else:
+        below = jnp.matmul(ratios, _places(d, scale.dtype)[d:].T, precision=HIGHEST)
+    return jnp.concatenate([jnp.log(diagonal), below])
 
 
 def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eqx.nn.MLP:
@@ -78,11 +86,15 @@ def centres(count: int, d: int) -> Float[Array, "component d"]:
 def _places(d: int, dtype: Any) -> Float[np.ndarray, "size entries"]:
     """Return the 0/1 matrix that places a diagonal and the entries below it in a flat matrix.
 
-    A product with it copies each number exactly. Indexing would do the same, but its derivative
-    scatters one entry after another.
+    A product with it copies each number exactly. For a small matrix it is faster than indexing,
+    whose derivative scatters one entry after another.
     """
-    rows, columns = np.tril_indices(d, -1)
-    entries = np.concatenate([np.arange(d) * (d + 1), rows * d + columns])
     places = np.zeros((tril_size(d), d * d), dtype)
-    places[np.arange(tril_size(d)), entries] = 1.0
+    places[np.arange(tril_size(d)), _entries(d)] = 1.0
     return places
+
+
+def _entries(d: int) -> Int[np.ndarray, "size"]:
+    """Return the indices in a flat matrix of the diagonal and of the entries below it."""
+    rows, columns = np.tril_indices(d, -1)
+    return np.concatenate([np.arange(d) * (d + 1), rows * d + columns])

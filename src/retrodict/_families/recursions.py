@@ -8,12 +8,12 @@ from jaxtyping import Array, Bool, Float, Int
 from retrodict._exact import Prior, TransitionArrays, Whitened, filter_laws
 from retrodict._model import Gaussian, LinearGaussianKernel
 from retrodict._numerics import (
+    gram,
     inverse_cholesky,
+    inverse_of_upper_factor,
     linalg,
     nonsingular_law,
-    product,
     shared_product,
-    transposed,
 )
 from retrodict.distributed import Parallel
 
@@ -66,7 +66,15 @@ def _predicted_moments(
     moved = shared_product(kernel.weight, state.scale)
     moved = jnp.where(first, state.scale, moved)
     noise = jnp.where(first, 0.0, linalg.outer_gram(kernel.scale_tril))
-    return mean, product(moved, transposed(moved)) + noise
+    return mean, gram(moved) + noise
+
+
+def from_natural(
+    precision_mean: Float[Array, "d"], *roots: Float[Array, "d d"]
+) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
+    """Return the mean and lower factor of the law with Λ = Σ r rᵀ, from Λ m and the roots r."""
+    scale = inverse_of_upper_factor(gram(*roots))
+    return linalg.matvec(scale, linalg.matvec(scale.T, precision_mean)), scale
 
 
 def reverse(

@@ -25,6 +25,7 @@ from retrodict._numerics.gaussian_law import predict as predict
 from retrodict._numerics.gaussian_law import reverse as reverse
 from retrodict._numerics.linalg import UNROLLED as UNROLLED
 from retrodict._numerics.linalg import sum_of as sum_of
+from retrodict._numerics.nonsingular_law import gram as gram
 from retrodict._numerics.nonsingular_law import inverse_cholesky as inverse_cholesky
 from retrodict._numerics.nonsingular_law import inverse_of_upper_factor as inverse_of_upper_factor
 from retrodict._numerics.nonsingular_law import product as product

@@ -20,6 +20,8 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular as lapack_solve_triangular
 from jaxtyping import Array, Float
 
+from retrodict._numerics import elimination
+
 T = TypeVar("T")
 
 UNROLLED = 6
@@ -121,6 +123,8 @@ def semidefinite_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """
     d = a.shape[0]
     if d > UNROLLED:
+        if d <= elimination.LARGEST:
+            return elimination.semidefinite_factor(a)
         return _semidefinite_cholesky_in_a_loop(a)
     state = (a, jnp.zeros_like(a))
     for j in range(d):

@@ -1,4 +1,4 @@
-"""Gaussian laws that have a density: conditioning and reversal in the recurrences of families.
+"""Gaussian laws that have a density: products, factors and reversal in the steps of families.
 
 A law is a mean and a lower Cholesky factor. Each step factors one matrix of the form I + BᵀB, which
 is never near singular, or a sum of two Gram matrices: nothing is subtracted. These steps are faster
@@ -13,27 +13,10 @@ larger ones are for reverse mode only.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from retrodict._numerics import linalg
-
-
-def condition(
-    mean: Float[Array, "d"],
-    scale: Float[Array, "d d"],
-    design: Float[Array, "p d"],
-    value: Float[Array, "p"],
-) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-    """Return the law of x given value = h x + ε, for x of law N(m, s sᵀ) and standard normal ε.
-
-    With B = h s the covariance becomes s (I + BᵀB)⁻¹ sᵀ, and factoring I + BᵀB = U Uᵀ with an upper
-    U makes s U⁻ᵀ its lower Cholesky factor.
-    """
-    after = _conditional_scale(scale, product(design, scale))
-    gained = linalg.matvec(design.T, value - linalg.matvec(design, mean))
-    return mean + linalg.matvec(after, linalg.matvec(after.T, gained)), after
+from retrodict._numerics import elimination, linalg
 
 
 def reverse(
@@ -45,8 +28,9 @@ def reverse(
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
     """Return the backward kernel of x given z = w x + b + q ε, for x of law N(m, s sᵀ).
 
-    It is `condition` on the d observations q⁻¹(z − b) of design h = q⁻¹w: with the conditional
-    factor f, the gain is f fᵀ hᵀ q⁻¹, of which hᵀ q⁻¹ is the same for all rows.
+    It conditions on d observations q⁻¹(z − b) = h x + ε of design h = q⁻¹w. With B = h s, the
+    covariance becomes s (I + BᵀB)⁻¹ sᵀ. Factoring I + BᵀB = U Uᵀ with an upper U makes f = s U⁻ᵀ
+    its lower Cholesky factor. The gain is f fᵀ hᵀ q⁻¹, of which hᵀ q⁻¹ is the same for all rows.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower factor f.
@@ -55,7 +39,7 @@ def reverse(
     whitener = linalg.solve_triangular(noise, eye)
     design = linalg.matmul(whitener, weight)
     after = _conditional_scale(scale, shared_product(design, scale))
-    covariance = product(after, transposed(after))
+    covariance = gram(after)
     gain = linalg.matmul(covariance, linalg.matmul(design.T, whitener))
     offset = mean - linalg.matvec(gain, linalg.matvec(weight, mean) + bias)
     return gain, offset, after
@@ -64,9 +48,9 @@ def reverse(
 def _conditional_scale(
     scale: Float[Array, "d d"], standardised: Float[Array, "p d"]
 ) -> Float[Array, "d d"]:
-    """Return s (I + BᵀB)^(-1/2): the factor of a law of scale s given data of design B s⁻¹."""
+    """Return the factor s U⁻ᵀ of a law of scale s given data of design B s⁻¹."""
     eye = jnp.eye(standardised.shape[1], dtype=standardised.dtype)
-    information = eye + product(transposed(standardised), standardised)
+    information = eye + gram(transposed(standardised))
     return product(scale, inverse_of_upper_factor(information))
 
 
@@ -76,7 +60,7 @@ def contraction(w: Float[Array, "d d"]) -> Float[Array, "d d"]:
     Its Gram matrix is I − C⁻¹C⁻ᵀ. Every strict contraction is reached: see `expansion`.
     """
     eye = jnp.eye(w.shape[0], dtype=w.dtype)
-    return product(w, transposed(inverse_cholesky(eye + product(transposed(w), w))))
+    return product(w, transposed(inverse_cholesky(eye + gram(transposed(w)))))
 
 
 def expansion(g: Float[Array, "d d"]) -> Float[Array, "d d"]:
@@ -88,6 +72,8 @@ def expansion(g: Float[Array, "d d"]) -> Float[Array, "d d"]:
 
 def inverse_of_upper_factor(precision: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """Return U⁻ᵀ for the upper U with Λ = U Uᵀ: the lower Cholesky factor of Λ⁻¹."""
+    if linalg.UNROLLED < precision.shape[0] <= elimination.LARGEST:
+        return elimination.inverse_of_upper_factor(precision)
     return transposed(inverse_cholesky(precision[::-1, ::-1])[::-1, ::-1])
 
 
@@ -118,6 +104,32 @@ def _product_backward(operands: tuple, g: Array) -> tuple[Array, Array]:
 _product.defvjp(_product_forward, _product_backward)
 
 
+def gram(*blocks: Float[Array, "r _"]) -> Float[Array, "r r"]:
+    """Return the sum of the products a aᵀ of matrices of as many rows.
+
+    For larger matrices it is one product, and so is its derivative.
+    """
+    if blocks[0].shape[0] <= linalg.UNROLLED:
+        return linalg.sum_of([linalg.outer_gram(block) for block in blocks])
+    return _gram(jnp.concatenate(blocks, axis=1))
+
+
+@jax.custom_vjp
+def _gram(a: Array) -> Array:
+    return linalg.matmul(a, linalg.fence(a.T))
+
+
+def _gram_forward(a: Array) -> tuple[Array, Array]:
+    return linalg.matmul(a, linalg.fence(a.T)), a
+
+
+def _gram_backward(a: Array, g: Array) -> tuple[Array]:
+    return (linalg.matmul(g + g.T, a),)
+
+
+_gram.defvjp(_gram_forward, _gram_backward)
+
+
 def shared_product(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
     """Return the product a b, for an `a` shared by a batch of b's, as (bᵀaᵀ)ᵀ.
 
@@ -131,7 +143,7 @@ def shared_product(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Arra
 
 def inverse_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """Return the inverse l⁻¹ of the lower factor of a symmetric positive-definite a = l lᵀ."""
-    return _inverse_cholesky(a) if a.shape[0] <= linalg.UNROLLED else _by_lapack(a)
+    return _inverse_cholesky(a) if a.shape[0] <= linalg.UNROLLED else _large_inverse_cholesky(a)
 
 
 def _inverse_cholesky(a: Array) -> Array:
@@ -162,26 +174,26 @@ def _inverse_of_lower(lower: Array) -> Array:
 
 
 @jax.custom_vjp
-def _by_lapack(a: Array) -> Array:
+def _large_inverse_cholesky(a: Array) -> Array:
     """Compute `inverse_cholesky`, with a derivative of products alone.
 
     With k = l⁻¹ and Φ(x) the lower triangle of x with half its diagonal, dk = −Φ(k da kᵀ) k. The
-    adjoint of a cotangent g is −kᵀ Φ(g kᵀ) k, made symmetric.
+    adjoint of a cotangent g is −kᵀ Φ(g kᵀ) k.
     """
-    return _inverse_cholesky(a)
+    return (
+        elimination.eliminate(a)[1] if a.shape[0] <= elimination.LARGEST else _inverse_cholesky(a)
+    )
 
 
-def _by_lapack_forward(a: Array) -> tuple[Array, Array]:
-    inverse = _inverse_cholesky(a)
+def _large_inverse_cholesky_forward(a: Array) -> tuple[Array, Array]:
+    inverse = _large_inverse_cholesky(a)
     return inverse, inverse
 
 
-def _by_lapack_backward(inverse: Array, g: Array) -> tuple[Array]:
-    d, turned = inverse.shape[0], linalg.fence(inverse.T)
-    half_lower = jnp.asarray(np.tril(np.ones((d, d))) - 0.5 * np.eye(d), g.dtype)
-    lower = linalg.fence(half_lower * linalg.matmul(g, turned))
-    both = linalg.matmul(linalg.matmul(turned, lower), inverse)
-    return (-0.5 * (both + both.T),)
+def _large_inverse_cholesky_backward(inverse: Array, g: Array) -> tuple[Array]:
+    turned = linalg.fence(inverse.T)
+    lower = linalg.fence(elimination.half_lower(linalg.matmul(g, turned)))
+    return (-linalg.matmul(linalg.matmul(turned, lower), inverse),)
 
 
-_by_lapack.defvjp(_by_lapack_forward, _by_lapack_backward)
+_large_inverse_cholesky.defvjp(_large_inverse_cholesky_forward, _large_inverse_cholesky_backward)
