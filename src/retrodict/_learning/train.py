@@ -10,7 +10,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, where_rows
+from retrodict._learning.compile_together import compile_together
 from retrodict.distributed import shard_over, to_hosts
 
 Loss = Callable[[Any, Any, Any, Any], Scalar]
@@ -309,18 +309,6 @@ def _stopped(
     best = history.score_steps[np.argmin(scores, axis=-1)]
     waited = int(state.step) - int(np.max(best))
     return "stopped early" if waited >= patience * chunk_size else None
-
-
-def compile_together(*programs: tuple[Any, tuple]) -> None:
-    """Compile several programs at the same time, so that calls find them compiled.
-
-    Args:
-        *programs: pairs of a function under `eqx.filter_jit` and its arguments.
-    """
-    lowered = [function.lower(*arguments) for function, arguments in programs]
-    with ThreadPoolExecutor(len(lowered)) as pool:
-        # Compilation does not hold the lock of the interpreter.
-        list(pool.map(lambda each: each.compile(), lowered))
 
 
 # These programs take losses and optimisers as arguments. A loss that is an equinox module, with the

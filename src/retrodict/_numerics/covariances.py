@@ -38,11 +38,12 @@ def factor_if_precise(
     noise: Float[Array, "*rows e k"],
     after: Float[Array, "time e e"],
 ) -> tuple[Float[Array, "time e e"], Bool[Array, ""]]:
-    """Factor covariances, and return whether they are precise to ε^(2/3) in every direction.
+    """Factor covariances, and return whether each step is precise to ε^(3/4) in every direction.
 
     The terms of (w P wᵀ + s sᵀ)_ii are at most t_i = (Σ_j |w_ij| √P_jj)² + (s sᵀ)_ii, so that the
     covariance after a step has errors of ε √(t_i t_j). Its narrowest direction has at least the
-    share `narrowness` of its coordinates.
+    share `narrowness` of its coordinates. Errors of earlier steps do not grow relative to the
+    covariances, but add up as long as a filter does not forget.
 
     Args:
         before: the covariances before each step.
@@ -57,4 +58,5 @@ def factor_if_precise(
     )
     terms = jax.vmap(linalg.matvec)(weights, jnp.sqrt(variances)) ** 2
     shares = jnp.min(kept / (terms + jnp.sum(noises**2, axis=-1)), axis=-1)
-    return scales, jnp.all(shares * narrowness(scales) > linalg.narrowest(after.dtype))
+    smallest = float(jnp.finfo(after.dtype).eps) ** 0.25
+    return scales, jnp.all(shares * narrowness(scales) > smallest)
