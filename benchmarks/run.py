@@ -35,6 +35,7 @@ def main() -> None:
         if row.suite in only:
             _measure(row.work, row.tasks(), records)
             results["rows"].append(_row_as_json(row, records))
+            _write(results, begun, arguments.out)
     for curve in CURVES if "curves" in only else ():
         for size in curve.sizes:
             _measure(f"{curve.title}: {size:,}", curve.tasks(size), records)
@@ -49,15 +50,22 @@ def main() -> None:
                 },
             }
         )
-    results["seconds"] = time.perf_counter() - begun
+        _write(results, begun, arguments.out)
     comparison("retrodict and its peers", results["rows"]).show()
     for curve in results["curves"]:
         cost(curve).show()
     print(f"All of it took {results['seconds'] / 60:.0f} minutes.")
     out = arguments.out or (None if arguments.only else RESULTS)
+    _write(results, begun, out)
+
+
+def _write(results: dict[str, Any], begun: float, out: Path | None) -> None:
+    """Write what was measured so far, in place of an earlier file."""
+    results["seconds"] = time.perf_counter() - begun
     if out is not None:
-        out.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"Written to {os.path.relpath(out)}.")
+        unfinished = out.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(results, indent=1) + "\n")
+        unfinished.replace(out)
 
 
 def _measure(title: str, tasks: Iterable[Task], records: dict[Task, Record]) -> None:
