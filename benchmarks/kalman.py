@@ -107,10 +107,15 @@ def retrodict_smoother(given: Problem) -> Program:
     def smooth(model: rd.StateSpaceModel, data: tuple[Any, Any, Any]) -> Any:
         ys, mask, inputs = data
         mask = True if mask is None else mask  # True promises that nothing is missing
-        verb: Any = rd.kalman_smoother if ys.ndim == 2 else rd.kalman_smoother_batch
-        exact = verb(model, ys, mask=mask, inputs=inputs)
-        marginals = exact.chain.marginals() if ys.ndim == 2 else exact.marginals()
-        return exact.log_evidence, marginals.mean, marginals.covariance
+        if ys.ndim == 2:
+            exact = rd.kalman_smoother(model, ys, mask=mask, inputs=inputs)
+            return exact.log_evidence, *moments(exact.chain)
+        batch = rd.kalman_smoother_batch(model, ys, mask=mask, inputs=inputs)
+        return batch.log_evidence, *batch.map(moments)
+
+    def moments(chain: rd.LinearGaussianChain) -> tuple[Any, Any]:
+        marginals = chain.marginals()
+        return marginals.mean, marginals.covariance
 
     data = jax.tree.map(jnp.asarray, (given.ys, given.mask, given.rates))
     return Program(smooth, (retrodict_model(given), data), _read_moments)

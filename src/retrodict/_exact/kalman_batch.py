@@ -81,7 +81,11 @@ class KalmanBatch(eqx.Module):
         return jax.vmap(function, in_axes=axes)(self.chain, *arguments)
 
     def marginals(self, *, parallel: Parallel = False) -> Gaussian:
-        """Compute the marginal laws of all states, with leading axes `batch` and `time`."""
+        """Compute the marginal laws of all states, with leading axes `batch` and `time`.
+
+        Covariances follow from the scales, series by series. Those that all series share are
+        computed once in `batch.map(lambda chain: chain.marginals().covariance)`.
+        """
         return self.map(lambda chain: chain.marginals(parallel=parallel))
 
     def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "batch sample time state"]:

@@ -166,7 +166,9 @@ def masked_scale(scale: Scale, mask: Float[Array, "d"]) -> Float[Array, "d d"] |
         return from_rows()
     # Marginal laws have no narrower direction than the joint law. The choice does not depend on the
     # mask, so that under `vmap` over masks one form is computed.
-    return lax.cond(narrowness(lower) > linalg.narrowest(lower.dtype), from_covariance, from_rows)
+    return lax.cond(
+        narrowness(lower) > linalg.smallest_share(lower.dtype), from_covariance, from_rows
+    )
 
 
 class Gaussian(eqx.Module):

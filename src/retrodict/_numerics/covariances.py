@@ -58,5 +58,4 @@ def factor_if_precise(
     )
     terms = jax.vmap(linalg.matvec)(weights, jnp.sqrt(variances)) ** 2
     shares = jnp.min(kept / (terms + jnp.sum(noises**2, axis=-1)), axis=-1)
-    smallest = float(jnp.finfo(after.dtype).eps) ** 0.25
-    return scales, jnp.all(shares * narrowness(scales) > smallest)
+    return scales, jnp.all(shares * narrowness(scales) > linalg.smallest_share(after.dtype))

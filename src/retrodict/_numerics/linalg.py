@@ -33,6 +33,14 @@ def narrowest(dtype: jnp.dtype) -> float:
     return float(jnp.finfo(dtype).eps) ** (1 / 3)
 
 
+def smallest_share(dtype: jnp.dtype) -> float:
+    """Return ε^(1/4), the least squared width of a direction at which products are formed.
+
+    The error ε of a product is then at most ε^(3/4) of the direction.
+    """
+    return float(jnp.finfo(dtype).eps) ** 0.25
+
+
 def sum_of(terms: Sequence[Array]) -> Array:
     """Return the sum of arrays of one shape, without the integer zero of Python's `sum`."""
     total = terms[0]

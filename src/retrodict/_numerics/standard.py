@@ -11,7 +11,7 @@ Every gain between standard coordinates has norm at most one. Nothing is divided
 state, so that singular, narrow and decaying directions need no special case.
 
 Small states use unrolled Gram–Schmidt and scalar updates. Larger ones use Cholesky factors of Gram
-matrices, which are several times faster than LAPACK's QR, where these are accurate to ε^(2/3), and
+matrices, which are several times faster than LAPACK's QR, where these are accurate to ε^(3/4), and
 QR or scalar updates elsewhere. The choice is made at run time for each batch of rows.
 """
 
@@ -159,7 +159,7 @@ def _lower_factor_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tu
 
 def _resolved(lower: Float[Array, "*time d d"]) -> Bool[Array, ""]:
     """Return whether all factors are finite and have no narrow direction."""
-    return jnp.all(narrowness(lower) > linalg.narrowest(lower.dtype))
+    return jnp.all(narrowness(lower) > linalg.smallest_share(lower.dtype))
 
 
 def narrowness(lower: Float[Array, "*time d d"]) -> Float[Array, "*time"]:
@@ -291,7 +291,7 @@ def _remaining_scale_large(q: Float[Array, "time d d_plus_k"]) -> Float[Array, "
     lower = jnp.tril(lax.linalg.cholesky(covariance, symmetrize_input=False))
     widths = jnp.min(jnp.sum(lower**2, axis=-1), axis=-1) * narrowness(lower)
     return lax.cond(
-        jnp.all(widths > linalg.narrowest(q.dtype)),
+        jnp.all(widths > linalg.smallest_share(q.dtype)),
         lambda: lower,
         lambda: lower_factor(_over_rows(project_out_of_identity, q)),
     )
