@@ -107,18 +107,24 @@ def _smoothers() -> list[Row]:
     rows = []
     for d, m in ((1, 1), (3, 4), (10, 10)):
         task = _smoother(d, m)
-        rows.append(Row("smoother", f"smoother, {_size(task)}", task, KALMAN_PEERS, target=10))
+        why = "almost half of the time goes into the first gains, until they settle."
+        work = f"smoother, {_size(task)}"
+        rows.append(Row("smoother", work, task, KALMAN_PEERS, target=10, why=why))
     for d, m, target, peers in ((3, 4, 10, KALMAN_PEERS), (10, 10, 2.5, ("dynamax", "cuthbert"))):
         task = _smoother(d, m, 500, 64)
-        rows.append(Row("smoother", f"smoother, {_size(task)}", task, peers, target=target))
+        why = "means, and copies of the covariances for every series, are limited by memory."
+        work = f"smoother, {_size(task)}"
+        rows.append(Row("smoother", work, task, peers, target=target, why=why))
     for d, m in ((3, 4), (10, 10)):
         task = _smoother(d, m, 500, 64, missing=0.1)
         work = f"the same with 10% missing at random, peer without, {_size(task)}"
-        rows.append(
-            Row("smoother", work, task, ("dynamax",), target=1, peer_changes=(("missing", 0.0),))
-        )
+        changes = (("missing", 0.0),)
+        why = "covariances are computed for every series, and by the peer once for all."
+        rows.append(Row("smoother", work, task, ("dynamax",), "peers", 1, changes, why))
     task = _smoother(10, 10, varying=True)
-    rows.append(Row("smoother", f"time-varying, {_size(task)}", task, ("dynamax",), target=1))
+    why = "factors of filtering laws and backward kernels are computed for every row as well."
+    work = f"time-varying, {_size(task)}"
+    rows.append(Row("smoother", work, task, ("dynamax",), target=1, why=why))
     return rows
 
 
@@ -137,10 +143,13 @@ def _first_calls() -> list[Row]:
         for d, m, limit in ((3, 4, 1.5), (10, 10, 2.5)):
             task = Task("retrodict", what, d, m, 2000)
             work = f"first call of the {what}, d={d}, m={m}"
-            rows.append(Row("first", work, task, ("dynamax",), "first", limit))
+            why = "the forms for gaps, singular noise and batches are compiled as well."
+            rows.append(Row("first", work, task, ("dynamax",), "first", limit, why=why))
     for name in ("kalman", "conjugate", "gated", "recurrent", "scan", "nonlinear", "mixture"):
         task = Task("retrodict", "fit", 3, 4, 100, 64, option=name)
-        rows.append(Row("first", f"fit of one step, {name}, d=3, m=4", task, (), "first", 5))
+        work = f"fit of one step, {name}, d=3, m=4"
+        why = "almost all of it is compilation of the training step and of the evaluation."
+        rows.append(Row("first", work, task, (), "first", 5, why=why))
     return rows
 
 
@@ -150,7 +159,8 @@ def _families() -> list[Row]:
         for d, n, target in ((1, 64, None), (10, 100, 10)):
             task = Task("retrodict", "training", d, d, n, 64, option=name)
             work = f"training step, {name}, {_size(task)}"
-            rows.append(Row("families", work, task, ("floor",), "floor", target))
+            why = "factorisations row after row, with their derivatives, are not in the floor."
+            rows.append(Row("families", work, task, ("floor",), "floor", target, why=why))
     for name in ("gated", "recurrent", "scan", "conjugate"):
         task = Task("retrodict", "inference", num_times=500, option=name)
         peers = ("cuthbert",) if name == "gated" else ()
@@ -176,6 +186,7 @@ def _particles() -> list[Row]:
             Task("retrodict", "paths", d, 1, n, option=sampler),
             peers,
             target=target,
+            why="the filter alone takes more than half of the time that the target allows.",
         )
         for sampler, d, n, peers, target in sizes
     ]

@@ -1,7 +1,8 @@
 """Time retrodict and its peers on two CPU cores: one table, cost curves, and one JSON file.
 
 `make bench` runs everything and writes `results/speed.json`, from which `speed_page.py` writes
-docs/speed.md. `--only` runs some suites alone, and writes only the file of `--out`.
+docs/speed.md. `--only` runs some suites alone, and replaces their rows in the file of `--out`, if
+it exists. Every row records the commit at which it was measured.
 """
 
 import argparse
@@ -28,19 +29,21 @@ def main() -> None:
     arguments = _parse()
     begun = time.perf_counter()
     only = arguments.only or (*SUITES, "curves")
-    results: dict[str, Any] = {"machine": machine(), "rows": [], "curves": []}
+    results: dict[str, Any] = {"machine": machine(), **_kept(arguments.out, only)}
     print(json.dumps(results["machine"], indent=2), flush=True)
-    records: dict[Task, Record] = {}
+    commit, records = results["machine"]["commit"], {}
     for row in ROWS:
         if row.suite in only:
             _measure(row.work, row.tasks(), records)
-            results["rows"].append(_row_as_json(row, records))
+            results["rows"].append({"commit": commit, **_row_as_json(row, records)})
+            results["rows"].sort(key=lambda row: SUITES.index(row["suite"]))
             _write(results, begun, arguments.out)
     for curve in CURVES if "curves" in only else ():
         for size in curve.sizes:
             _measure(f"{curve.title}: {size:,}", curve.tasks(size), records)
         results["curves"].append(
             {
+                "commit": commit,
                 "axis": curve.axis,
                 "title": curve.title,
                 "sizes": curve.sizes,
@@ -66,6 +69,13 @@ def _write(results: dict[str, Any], begun: float, out: Path | None) -> None:
         unfinished = out.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(results, indent=1) + "\n")
         unfinished.replace(out)
+
+
+def _kept(out: Path | None, only: Iterable[str]) -> dict[str, Any]:
+    """Return what the file holds of suites that are not measured again."""
+    earlier = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    rows = [row for row in earlier.get("rows", ()) if row["suite"] not in only]
+    return {"rows": rows, "curves": [] if "curves" in only else earlier.get("curves", [])}
 
 
 def _measure(title: str, tasks: Iterable[Task], records: dict[Task, Record]) -> None:

@@ -160,9 +160,9 @@ def page(results: dict[str, Any], folder: Path) -> str:
     """Return the page in Markdown."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    about = (
-        f"Commit `{machine['commit']}`, {machine['cpu']}, load {machine['load']:.1f}, {versions}"
-    )
+    commits = dict.fromkeys(part["commit"] for part in results["rows"] + results["curves"])
+    about = ", ".join(f"`{commit}`" for commit in commits)
+    about = f"Commit {about}, {machine['cpu']}, load {machine['load']:.1f}, {versions}"
     parts = [HEADER.format(machine=about)]
     for suite in dict.fromkeys(row["suite"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["suite"] == suite]

@@ -360,9 +360,8 @@ def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
 
 def _over_series(function: Callable[[Any], Any], batch: Any) -> Any:
     """Apply a function of one series, or of one chain, to a batch."""
-    if (
-        jax.tree.leaves(batch)[0].shape[0] == 1
-    ):  # a program for a batch takes twice as long to trace
+    # A program for a batch takes twice as long to trace.
+    if jax.tree.leaves(batch)[0].shape[0] == 1:
         return _as_batch(function(_only(batch)))
     return eqx.filter_vmap(function)(batch)
 

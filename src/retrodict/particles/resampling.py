@@ -124,12 +124,12 @@ def inverse(sums: Weights, positions: Float[Array, "*shape"]) -> Int[Array, "*sh
     num_halvings = (sums.shape[0] - 1).bit_length()
     padded = jnp.pad(sums, (0, 2**num_halvings - sums.shape[0]), constant_values=jnp.inf)
 
-    def halve(i: Array, found: Array) -> Array:
+    def halve(i: Array, index: Array) -> Array:
         step = jnp.int32(2**num_halvings) >> (i + 1)
-        last = padded.at[found + step - 1].get(
+        last = padded.at[index + step - 1].get(
             mode="promise_in_bounds", wrap_negative_indices=False
         )
-        return found + jnp.where(last <= values, step, 0)
+        return index + jnp.where(last <= values, step, 0)
 
     start = jnp.zeros(values.shape, jnp.int32)
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(num_halvings), halve, start)
