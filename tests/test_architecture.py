@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_linearised", "particles", "_families"),
     ("_checkpoint",),
     ("_learning",),
-    ("bounds", "online"),
+    ("bounds", "online", "switching"),
     ("_smooth",),
     ("_workspace", "_pages"),
     ("models",),

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from retrodict import online as online
     from retrodict import particles as particles
     from retrodict import runs as runs
+    from retrodict import switching as switching
     from retrodict._chains import AbstractBackwardChain as AbstractBackwardChain
     from retrodict._chains import AbstractBackwardKernel as AbstractBackwardKernel
     from retrodict._chains import LinearGaussianChain as LinearGaussianChain

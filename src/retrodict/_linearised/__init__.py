@@ -1,7 +1,11 @@
 """Smoothers that linearise a model along a path."""
 
 from retrodict._linearised.moments import check_moments as check_moments
+from retrodict._linearised.moments import law_moments as law_moments
 from retrodict._linearised.posterior import LinearisedPosterior as LinearisedPosterior
+from retrodict._linearised.recursion import linearise as linearise
+from retrodict._linearised.recursion import whiten_emission as whiten_emission
+from retrodict._linearised.rules import AbstractRule as AbstractRule
 from retrodict._linearised.rules import Cubature as Cubature
 from retrodict._linearised.rules import GaussHermite as GaussHermite
 from retrodict._linearised.rules import Taylor as Taylor

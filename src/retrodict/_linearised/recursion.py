@@ -86,7 +86,7 @@ def linearised_filter(model: StateSpaceModel, series: Series, rule: AbstractRule
 
     def emission(law: GaussianLaw, row: Row) -> WhitenedEmission:
         y, mask, u = row.emission
-        return _whiten(linearise(model.emission, rule, law, u), y, mask)
+        return whiten_emission(linearise(model.emission, rule, law, u), y, mask)
 
     def transition(law: GaussianLaw, row: Row) -> Affine:
         return linearise(model.transition, rule, law, row.transition)
@@ -102,7 +102,7 @@ def filter_along(
     """Run the filter of the model linearised at the nominal laws, for all times at once."""
     laws = jax.vmap(law_of)(nominal.mean, nominal.scale_tril)
     emissions = jax.vmap(
-        lambda law, y, mask, u: _whiten(linearise(model.emission, rule, law, u), y, mask)
+        lambda law, y, mask, u: whiten_emission(linearise(model.emission, rule, law, u), y, mask)
     )(laws, series.ys, series.mask, series.inputs)
     transitions = jax.vmap(lambda law, u: linearise(model.transition, rule, law, u))(
         laws, _outgoing_inputs(series.inputs)
@@ -143,7 +143,8 @@ def _prior(model: StateSpaceModel, series: Series) -> GaussianLaw:
     return law_of(*law_moments(model.prior, dtype))
 
 
-def _whiten(affine: Affine, y: Array, mask: Array | None) -> WhitenedEmission:
+def whiten_emission(affine: Affine, y: Array, mask: Array | None) -> WhitenedEmission:
+    """Return a linearised emission of one row with unit noise, in at most d + 1 entries."""
     residual = y.astype(affine.bias.dtype) - affine.bias
     design, value, constant = whiten(affine.weight, affine.scale, residual, mask)
     return WhitenedEmission(*reduce_rows(design, value), constant)

@@ -13,6 +13,7 @@ from retrodict._model.gaussian import scale_diagonal as scale_diagonal
 from retrodict._model.gaussian import scale_inverse as scale_inverse
 from retrodict._model.gaussian import scale_log_det as scale_log_det
 from retrodict._model.gaussian import scale_solve as scale_solve
+from retrodict._model.gaussian import shape_of as shape_of
 from retrodict._model.gaussian import whitened_log_density as whitened_log_density
 from retrodict._model.gaussian_kernel import (
     AbstractLinearGaussianKernel as AbstractLinearGaussianKernel,
@@ -25,6 +26,7 @@ from retrodict._model.gaussian_kernel import (
 from retrodict._model.kernel import AbstractGaussianKernel as AbstractGaussianKernel
 from retrodict._model.kernel import AbstractKernel as AbstractKernel
 from retrodict._model.kernel import Distribution as Distribution
+from retrodict._model.kernel import require_input as require_input
 from retrodict._model.mixture import GaussianMixture as GaussianMixture
 from retrodict._model.model import StateSpaceModel as StateSpaceModel
 from retrodict._model.model import check_densities as check_densities
@@ -35,15 +37,18 @@ from retrodict._model.model import prepare_data_batch as prepare_data_batch
 from retrodict._model.model import prepare_data_row as prepare_data_row
 from retrodict._model.model import prepare_path as prepare_path
 from retrodict._model.model import require_model as require_model
+from retrodict._model.model import shape_of_draw as shape_of_draw
 from retrodict._model.parameters import UNBOUNDED as UNBOUNDED
 from retrodict._model.parameters import AbstractConstrained as AbstractConstrained
 from retrodict._model.parameters import AbstractParameter as AbstractParameter
 from retrodict._model.parameters import AbstractTied as AbstractTied
+from retrodict._model.parameters import AbstractWhole as AbstractWhole
 from retrodict._model.parameters import Bounded as Bounded
 from retrodict._model.parameters import Frozen as Frozen
 from retrodict._model.parameters import Positive as Positive
 from retrodict._model.parameters import PositiveTril as PositiveTril
 from retrodict._model.parameters import StationaryCoefficients as StationaryCoefficients
+from retrodict._model.parameters import as_parameter as as_parameter
 from retrodict._model.parameters import check_lower as check_lower
 from retrodict._model.parameters import partial_autocorrelations as partial_autocorrelations
 from retrodict._model.parameters import unwrap as unwrap

@@ -89,7 +89,7 @@ class StateSpaceModel(AbstractWhole):
     @property
     def state_dim(self) -> int:
         """The dimension of the state."""
-        return _shape_of_draw(unwrap(self).prior)[0]
+        return shape_of_draw(unwrap(self).prior)[0]
 
     @property
     def takes_input(self) -> bool:
@@ -240,10 +240,10 @@ def _expected_inputs(model: StateSpaceModel) -> dict[str, Any]:
 
 def _obs_dim(model: StateSpaceModel, inputs: Float[Array, "*time input"] | None) -> int:
     """Return the dimension of observations, from the shapes of the kernels at one input."""
-    x = jax.ShapeDtypeStruct(_shape_of_draw(model.prior), jnp.result_type(float))
+    x = jax.ShapeDtypeStruct(shape_of_draw(model.prior), jnp.result_type(float))
     u = None if inputs is None else jax.ShapeDtypeStruct(inputs.shape[-1:], inputs.dtype)
-    _shape_of_draw(model.transition, x, u)
-    return _shape_of_draw(model.emission, x, u)[0]
+    shape_of_draw(model.transition, x, u)
+    return shape_of_draw(model.emission, x, u)[0]
 
 
 def _check_scales(
@@ -348,7 +348,7 @@ def prepare_path(xs: Any, state_dim: int, num_times: int) -> Float[Array, "time 
     return array
 
 
-def _shape_of_draw(part: Any, *arguments: Any) -> tuple[int, ...]:
+def shape_of_draw(part: Any, *arguments: Any) -> tuple[int, ...]:
     """Return the shape of a draw from a law, or from a kernel given a state and an input."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(part.sample, key, *arguments).shape
@@ -361,7 +361,7 @@ def _check_dimensions(model: StateSpaceModel) -> None:
         for leaf in jax.tree.leaves(model)
     ):
         return  # placeholders of a transformation, not arrays
-    shape = _shape_of_draw(model.prior)
+    shape = shape_of_draw(model.prior)
     if len(shape) != 1:
         raise ValueError(
             f"StateSpaceModel expects a prior over vectors of shape (state,), got shape {shape}."
@@ -373,7 +373,7 @@ def _check_dimensions(model: StateSpaceModel) -> None:
         if kernel.takes_input:
             continue
         try:
-            out = _shape_of_draw(kernel, x)
+            out = shape_of_draw(kernel, x)
         except TypeError as error:
             raise ValueError(f"{prior}, which its {name} does not accept: {error}") from error
         if name == "transition" and out != shape:

@@ -1,0 +1,436 @@
+"""Backward chains over regimes and states: mixtures whose components carry a regime.
+
+The filtering law of time k is a mixture over components c, each with a regime z^c:
+
+    q_k(z, x) = Σ_{c: z^c = z} w_c N(x; m_c, P_c).
+
+A component moves to regime j with probability t_cj, and its state by N(F_cj x + b_cj, Q_cj). The
+backward kernel is the reversal of this move, in closed form: with S = F P_c Fᵀ + Q and the gain G,
+
+    q_{k-1|k}(c, x | z', x') ∝ w_c t_cz' N(x'; F m_c + b, S) N(x; m_c + G (x' − F m_c − b), P̃).
+
+With one component per regime this is the chain of the Gaussian-sum filters and of the families,
+with one per particle that of the Rao-Blackwellised particle filter, and without a state that of the
+forward–backward algorithm.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
+from retrodict._model import LOG_2PI
+from retrodict._numerics import gram, inverse_cholesky, linalg, nonsingular_law
+from retrodict.switching.model import prepare_regimes, prepare_states
+
+
+class Mixture(eqx.Module):
+    """The filtering laws q_k: mixtures whose components carry a regime.
+
+    Attributes:
+        log_weights: log w, of shape `(time, component)`, normalised at each time.
+        means: m, of shape `(time, component, state)`.
+        scale_trils: lower Cholesky factors of P, of shape `(time, component, state, state)`.
+        regimes: the regime of each component, of shape `(time, component)`.
+    """
+
+    log_weights: Float[Array, "*time component"]
+    means: Float[Array, "*time component state"]
+    scale_trils: Float[Array, "*time component state state"]
+    regimes: Int[Array, "*time component"]
+
+    def probabilities(self, num_regimes: int) -> Float[Array, "*time regime"]:
+        """Return the probability of each regime."""
+        members = jax.nn.one_hot(self.regimes, num_regimes, dtype=self.log_weights.dtype)
+        return jnp.einsum("...c,...cj->...j", jnp.exp(self.log_weights), members)
+
+    def log_prob(self, z: Int[Array, ""], x: Float[Array, "state"]) -> Scalar:
+        """Return log q(z, x) of one time."""
+        terms = jax.vmap(log_normal, in_axes=(None, 0, 0))(x, self.means, self.scale_trils)
+        return jax.nn.logsumexp(self.log_weights + terms, where=self.regimes == z)
+
+    @property
+    def mean(self) -> Float[Array, "*time state"]:
+        """The mean of the state, over all regimes."""
+        return jnp.einsum("...c,...cd->...d", jnp.exp(self.log_weights), self.means)
+
+    @property
+    def covariance(self) -> Float[Array, "*time state state"]:
+        """The covariance of the state, over all regimes."""
+        shifts = self.means - self.mean[..., None, :]
+        weights, scales = jnp.exp(self.log_weights), self.scale_trils
+        within = jnp.einsum("...c,...cij,...ckj->...ik", weights, scales, scales)
+        return within + jnp.einsum("...c,...ci,...cj->...ij", weights, shifts, shifts)
+
+
+class Moves(eqx.Module):
+    """How the components of one time move to the regimes of the next.
+
+    The axis `source` has one entry per component, or a single one if all components of a time move
+    alike.
+
+    Attributes:
+        log_probabilities: log t, of shape `(time-1, component, regime)`.
+        weights: F, of shape `(time-1, source, regime, state, state)`.
+        biases: b, of shape `(time-1, source, regime, state)`.
+        scale_trils: lower factors of Q, of shape `(time-1, source, regime, state, state)`.
+    """
+
+    log_probabilities: Float[Array, "*time component regime"]
+    weights: Float[Array, "*time source regime state state"]
+    biases: Float[Array, "*time source regime state"]
+    scale_trils: Float[Array, "*time source regime state state"]
+
+
+class Reversed(NamedTuple):
+    """The moves of one time, reversed: for each component c and later regime j.
+
+    Attributes:
+        log_weights: log (w_c t_cj), of shape `(component, regime)`.
+        predicted: F m + b.
+        whitener: the lower k with kᵀk the inverse of F P Fᵀ + Q.
+        gain: G.
+        offset: the mean of x is G x' + offset.
+        scale_tril: the lower factor of the covariance of x given x'.
+    """
+
+    log_weights: Float[Array, "component regime"]
+    predicted: Float[Array, "component regime state"]
+    whitener: Float[Array, "component regime state state"]
+    gain: Float[Array, "component regime state state"]
+    offset: Float[Array, "component regime state"]
+    scale_tril: Float[Array, "component regime state state"]
+
+    def into(self, z: Int[Array, ""]) -> "Reversed":
+        """Return the moves into one regime, without the axis `regime`."""
+        return jax.tree.map(lambda leaf: leaf[:, z], self)
+
+    def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
+        """Return the log weight of each component, given x' and the regime that `into` took."""
+        white = jnp.einsum("cij,cj->ci", self.whitener, x - self.predicted, precision="highest")
+        pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
+        density = jnp.sum(jnp.log(pivots) - 0.5 * (white**2 + LOG_2PI), axis=-1)
+        return jax.nn.log_softmax(self.log_weights + density)
+
+    def law(self, x: Float[Array, "state"], regimes: Int[Array, "component"]) -> Mixture:
+        """Return the law of the earlier regime and state, given the later regime and state x'."""
+        means = jnp.einsum("cij,j->ci", self.gain, x, precision="highest") + self.offset
+        return Mixture(self.log_posterior(x), means, self.scale_tril, regimes)
+
+
+def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
+    """Reverse the moves out of one time under its filtering law; the arrays have no axis `time`."""
+    count, num_regimes = moves.log_probabilities.shape
+    weights = laws.log_weights[:, None] + moves.log_probabilities
+    if laws.means.shape[-1] == 0:
+        empty = jnp.zeros((count, num_regimes, 0), weights.dtype)
+        square = empty[..., None, :][..., :0, :]
+        return Reversed(weights, empty, square, square, empty, square)
+
+    def reverse(mean: Array, scale: Array, weight: Array, bias: Array, noise: Array) -> tuple:
+        predicted = linalg.matvec(weight, mean) + bias
+        spread = gram(linalg.matmul(weight, scale)) + linalg.outer_gram(noise)
+        back = nonsingular_law.reverse(mean, scale, weight, bias, noise)
+        return predicted, inverse_cholesky(spread), *back
+
+    over_targets = jax.vmap(reverse, in_axes=(None, None, 0, 0, 0))
+    shared = moves.weights.shape[0] == 1
+    over_sources = jax.vmap(over_targets, in_axes=(0, 0, *([None if shared else 0] * 3)))
+    kernels = (moves.weights, moves.biases, moves.scale_trils)
+    if shared:
+        kernels = tuple(leaf[0] for leaf in kernels)
+    return Reversed(weights, *over_sources(laws.means, laws.scale_trils, *kernels))
+
+
+class SwitchingMarginals(eqx.Module):
+    """Smoothed moments of regimes and states.
+
+    Attributes:
+        probabilities: P(z_k = j), of shape `(time, regime)`.
+        mean: E[x_k], of shape `(time, state)`.
+        covariance: Cov[x_k], of shape `(time, state, state)`.
+        pairs: P(z_{k-1} = i, z_k = j), of shape `(time-1, regime, regime)`.
+        probabilities_standard_error: of the Monte Carlo average; zero if exact.
+        mean_standard_error: of the Monte Carlo average; zero if exact.
+    """
+
+    probabilities: Float[Array, "time regime"]
+    mean: Float[Array, "time state"]
+    covariance: Float[Array, "time state state"]
+    pairs: Float[Array, "time-1 regime regime"]
+    probabilities_standard_error: Float[Array, "time regime"]
+    mean_standard_error: Float[Array, "time state"]
+
+    @property
+    def regimes(self) -> Int[Array, "time"]:
+        """The most probable regime of each time."""
+        return jnp.argmax(self.probabilities, axis=-1)
+
+    @property
+    def std(self) -> Float[Array, "time state"]:
+        """The standard deviation of each coordinate of the state."""
+        return jnp.sqrt(jnp.diagonal(self.covariance, axis1=-2, axis2=-1))
+
+
+class SwitchingTrace(NamedTuple):
+    """Sampled paths of regimes and states, and the conditional moments along them.
+
+    Attributes:
+        zs: regimes.
+        xs: states.
+        probabilities: P(z_k | z_{k+1}, x_{k+1}) along each path.
+        means: E[x_k | z_{k+1}, x_{k+1}].
+        covariances: Cov[x_k | z_{k+1}, x_{k+1}].
+    """
+
+    zs: Int[Array, "sample time"]
+    xs: Float[Array, "sample time state"]
+    probabilities: Float[Array, "sample time regime"]
+    means: Float[Array, "sample time state"]
+    covariances: Float[Array, "sample time state state"]
+
+
+class SwitchingChain(eqx.Module):
+    """A law of paths of regimes and states that factorises backward in time.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.switching.SwitchingModel(
+        ...     rd.switching.Regimes.from_probabilities([0.5, 0.5], [[0.9, 0.1], [0.1, 0.9]]),
+        ...     emission=[rd.Gaussian(jnp.full(1, m), jnp.eye(1)) for m in (0.0, 1.0)],
+        ... )
+        >>> chain = rd.switching.forward_backward(model, jnp.zeros((4, 1))).chain
+        >>> zs, xs = chain.sample(jax.random.key(0), 8)
+        >>> zs.shape, xs.shape, chain.log_prob(zs[0], xs[0]).shape
+        ((8, 4), (8, 4, 0), ())
+
+    Attributes:
+        laws: the filtering laws.
+        moves: the moves that the backward kernels reverse.
+        length: the number of rows that exist; `None` if all of them do.
+    """
+
+    laws: Mixture
+    moves: Moves
+    length: Int[Array, ""] | None = None
+
+    @property
+    def num_times(self) -> int:
+        """The number of rows, padding included."""
+        shape = self.laws.log_weights.shape
+        if len(shape) != 2:
+            raise ValueError(
+                f"This chain holds a batch of series: its weights have shape {shape}, where one"
+                " series has (time, component). Call its methods under jax.vmap."
+            )
+        return shape[0]
+
+    @property
+    def num_regimes(self) -> int:
+        """The number K of regimes."""
+        return self.moves.log_probabilities.shape[-1]
+
+    @property
+    def state_dim(self) -> int:
+        """The dimension of the state."""
+        return self.laws.means.shape[-1]
+
+    @property
+    def filtered(self) -> Float[Array, "time regime"]:
+        """The probabilities of the regimes under the filtering laws."""
+        return self.laws.probabilities(self.num_regimes)
+
+    @property
+    def terminal(self) -> Mixture:
+        """The law of the last time that exists."""
+        end = self.num_times - 1 if self.length is None else self.length - 1
+        return jax.tree.map(lambda leaf: leaf[end], self.laws)
+
+    def prefix(self, num_times: int) -> "SwitchingChain":
+        """Return the chain of the first rows, conditioned on the data of those rows only."""
+        count = check_count(num_times, "num_times")
+        if count > self.num_times:
+            raise ValueError(
+                f"`num_times` must be at most the number of rows ({self.num_times}), got {count}."
+            )
+        return SwitchingChain(
+            jax.tree.map(lambda leaf: leaf[:count], self.laws),
+            jax.tree.map(lambda leaf: leaf[: count - 1], self.moves),
+            None if self.length is None else jnp.minimum(self.length, count),
+        )
+
+    def sample(
+        self, key: PRNGKey, num_samples: int
+    ) -> tuple[Int[Array, "sample time"], Float[Array, "sample time state"]]:
+        """Draw paths of regimes and states, backward in time.
+
+        Args:
+            key: a typed key.
+            num_samples: the number of paths.
+
+        Returns:
+            The regimes, of shape `(sample, time)`, and the states, of shape `(sample, time,
+            state)`.
+        """
+        trace = self.trace(key, num_samples)
+        return trace.zs, trace.xs
+
+    def trace(self, key: PRNGKey, num_samples: int) -> SwitchingTrace:
+        """Draw paths, and return the conditional moments along them as well."""
+        check_key(key, "SwitchingChain.sample")
+        return _trace(self, key, check_count(num_samples, "num_samples"))
+
+    def log_prob(self, zs: Any, xs: Any = None) -> Scalar:
+        """Compute the log density of one path of regimes and states.
+
+        Args:
+            zs: regimes, of shape `(time,)`.
+            xs: states, of shape `(time, state)`; `None` without a continuous state.
+        """
+        zs = prepare_regimes(zs, self.num_regimes, self.num_times)
+        return _log_prob(self, zs, prepare_states(xs, self.state_dim, zs, self.laws.means.dtype))
+
+    def marginals(
+        self, key: PRNGKey | None = None, *, num_samples: int = 200
+    ) -> SwitchingMarginals:
+        """Compute smoothed probabilities of regimes and moments of states.
+
+        Without a continuous state they are exact. Otherwise conditional probabilities and moments
+        are averaged over sampled paths (Rao–Blackwell).
+
+        Args:
+            key: a typed key, for chains with a state.
+            num_samples: the number of paths.
+        """
+        if self.state_dim == 0:
+            return _finite_marginals(self)
+        if key is None:
+            raise ValueError("The marginals of a chain with a state are sampled: pass `key`.")
+        check_key(key, "SwitchingChain.marginals")
+        return _sampled_marginals(self, self.trace(key, num_samples))
+
+
+def _exists(chain: SwitchingChain) -> Any:
+    """Return which backward kernels join existing rows; `None` if all rows exist."""
+    return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
+
+
+def _select(key: PRNGKey, log_weights: Float[Array, "component"]) -> Int[Array, ""]:
+    """Draw an index in proportion to its weight."""
+    sums = jnp.cumsum(jnp.exp(log_weights))
+    threshold = jax.random.uniform(key, (), sums.dtype) * sums[-1]
+    return jnp.minimum(jnp.sum(sums <= threshold), sums.shape[0] - 1)
+
+
+@eqx.filter_jit
+def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTrace:
+    terminal, exists, count = chain.terminal, _exists(chain), chain.num_regimes
+    dim, dtype = chain.state_dim, chain.laws.means.dtype
+
+    def draw(key: PRNGKey, law: Mixture) -> tuple:
+        select_key, noise_key = jax.random.split(key)
+        c = _select(select_key, law.log_weights)
+        noise = jax.random.normal(noise_key, (dim,), dtype)
+        x = law.means[c] + linalg.matvec(law.scale_trils[c], noise)
+        return law.regimes[c], x, law.probabilities(count), law.mean, law.covariance
+
+    first_key, rest_key = jax.random.split(key)
+    first = jax.vmap(draw, in_axes=(0, None))(jax.random.split(first_key, num_samples), terminal)
+
+    def back(state: tuple, at: tuple) -> tuple[tuple, tuple]:
+        laws, moves, keys, real = at
+        reversed_moves = reverse_moves(laws, moves)
+
+        def one(key: PRNGKey, z: Array, x: Array) -> tuple:
+            return draw(key, reversed_moves.into(z).law(x, laws.regimes))
+
+        new = jax.vmap(one)(keys, state[0], state[1])
+        if real is not None:
+            new = jax.tree.map(lambda leaf, old: jnp.where(real, leaf, old), new, state)
+        return new, new
+
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    keys = jax.random.split(rest_key, (chain.num_times - 1, num_samples))
+    _, rest = lax.scan(back, first, (earlier, chain.moves, keys, exists), reverse=True)
+    rows = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), rest, first)
+    return SwitchingTrace(*(jnp.swapaxes(leaf, 0, 1) for leaf in rows))
+
+
+@eqx.filter_jit
+def _log_prob(chain: SwitchingChain, zs: Array, xs: Array) -> Scalar:
+    exists, terminal = _exists(chain), chain.terminal
+    end = chain.num_times - 1 if chain.length is None else chain.length - 1
+    if exists is not None:
+        inside = jnp.concatenate([jnp.ones(1, bool), exists])
+        zs, xs = jnp.where(inside, zs, zs[end]), jnp.where(inside[:, None], xs, xs[end])
+
+    def step(total: Scalar, at: tuple) -> tuple[Scalar, None]:
+        laws, moves, z, x, z_next, x_next, real = at
+        value = reverse_moves(laws, moves).into(z_next).law(x_next, laws.regimes).log_prob(z, x)
+        return total + (value if real is None else jnp.where(real, value, 0.0)), None
+
+    last = terminal.log_prob(zs[end], xs[end])
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    rows = (earlier, chain.moves, zs[:-1], xs[:-1], zs[1:], xs[1:], exists)
+    return lax.scan(step, last, rows)[0]
+
+
+def log_normal(x: Float[Array, "d"], mean: Float[Array, "d"], scale: Float[Array, "d d"]) -> Scalar:
+    """Return log N(x; m, s sᵀ); zero without coordinates."""
+    if not x.shape[0]:
+        return jnp.zeros((), mean.dtype)
+    white = linalg.solve_triangular(scale, x - mean)
+    return jnp.sum(-0.5 * (white**2 + LOG_2PI) - jnp.log(jnp.diagonal(scale)))
+
+
+@eqx.filter_jit
+def _finite_marginals(chain: SwitchingChain) -> SwitchingMarginals:
+    """Return the exact marginals of a chain without a continuous state."""
+    exists, terminal = _exists(chain), jnp.exp(chain.terminal.log_weights)
+    joint = chain.laws.log_weights[:-1, :, None] + chain.moves.log_probabilities
+    kernels = jax.nn.softmax(joint, axis=1)
+
+    def back(later: Array, at: tuple) -> tuple[Array, tuple]:
+        kernel, real = at
+        pair = kernel * later[None, :]
+        earlier = jnp.sum(pair, axis=1)
+        if real is not None:
+            earlier = jnp.where(real, earlier, later)
+            pair = jnp.where(real, pair, jnp.diag(later))
+        return earlier, (earlier, pair)
+
+    _, (earlier, pairs) = lax.scan(back, terminal, (kernels, exists), reverse=True)
+    probabilities = jnp.concatenate([earlier, terminal[None]])
+    n = chain.num_times
+    empty = jnp.zeros((n, 0), probabilities.dtype)
+    return SwitchingMarginals(
+        probabilities,
+        empty,
+        jnp.zeros((n, 0, 0), probabilities.dtype),
+        pairs,
+        jnp.zeros_like(probabilities),
+        empty,
+    )
+
+
+@eqx.filter_jit
+def _sampled_marginals(chain: SwitchingChain, trace: SwitchingTrace) -> SwitchingMarginals:
+    count = trace.zs.shape[0]
+    mean = jnp.mean(trace.means, axis=0)
+    shifts = trace.means - mean
+    between = jnp.einsum("sti,stj->tij", shifts, shifts) / count
+    later = jax.nn.one_hot(trace.zs[:, 1:], chain.num_regimes, dtype=mean.dtype)
+    pairs = jnp.einsum("sti,stj->tij", trace.probabilities[:, :-1], later) / count
+    error = 1.0 / jnp.sqrt(jnp.maximum(count - 1, 1))
+    return SwitchingMarginals(
+        jnp.mean(trace.probabilities, axis=0),
+        mean,
+        jnp.mean(trace.covariances, axis=0) + between,
+        pairs,
+        error * jnp.std(trace.probabilities, axis=0),
+        error * jnp.std(trace.means, axis=0),
+    )

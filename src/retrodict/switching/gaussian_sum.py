@@ -1,0 +1,268 @@
+"""Gaussian-sum smoothers: one Gaussian per regime, merged by moments at every step.
+
+GPB2 (the generalised pseudo-Bayes filter of order two, and Kim's filter) updates every pair of an
+earlier and a later regime, and merges the K² results into K. The interacting multiple models (IMM)
+merge before the update, which needs K updates. Both are exact but for the merge. The chain that
+they return reverses the moves from the filtering laws in closed form, and merges nothing further.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from retrodict._arrays import Scalar
+from retrodict._linearised import (
+    AbstractRule,
+    Taylor,
+    law_moments,
+    linearise,
+    whiten_emission,
+)
+from retrodict._model import Series, unwrap
+from retrodict._numerics import GaussianLaw, condition, law_of, predict
+from retrodict.switching.chain import Mixture, Moves, SwitchingChain
+from retrodict.switching.model import SwitchingModel, over_regimes, prepare_switching, require_state
+
+Merge = Literal["after", "before"]
+"""Whether regimes are merged after the update (GPB2) or before the prediction (IMM)."""
+
+Update = Callable[[GaussianLaw], tuple[GaussianLaw, Array]]
+"""A map from predicted laws, with axes (source, regime), to updated laws and log likelihoods."""
+
+
+class SwitchingPosterior(eqx.Module):
+    """The result of a smoother of a switching model.
+
+    Attributes:
+        chain: the law of the paths of regimes and states.
+        log_evidence: log p(y); approximate unless the smoother is exact.
+        log_evidence_increments: log p(y_k | y_{0:k-1}), zero where there is no row.
+    """
+
+    chain: SwitchingChain
+    log_evidence: Scalar
+    log_evidence_increments: Float[Array, "time"]
+
+
+def gpb2_smoother(
+    model: SwitchingModel,
+    ys: Any,
+    *,
+    rule: AbstractRule | None = None,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> SwitchingPosterior:
+    """Smooth by the generalised pseudo-Bayes filter of order two, also known as Kim's filter.
+
+    For models that are linear and Gaussian given the regimes, the only approximation is the merge
+    of K² Gaussians into K at every step. Other kernels are linearised at the laws of each regime,
+    and regimes that depend on the state are evaluated at their means.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> eye, zero = jnp.eye(1), jnp.zeros(1)
+        >>> model = rd.switching.SwitchingModel(
+        ...     rd.switching.Regimes.from_probabilities([0.5, 0.5], [[0.95, 0.05], [0.1, 0.9]]),
+        ...     prior=rd.Gaussian(zero, eye),
+        ...     transition=[rd.LinearGaussianKernel(eye, zero, s * eye) for s in (0.1, 1.0)],
+        ...     emission=rd.LinearGaussianKernel(eye, zero, 0.1 * eye),
+        ... )
+        >>> zs, xs, ys = model.simulate(jax.random.key(0), num_times=20)
+        >>> posterior = rd.switching.gpb2_smoother(model, ys)
+        >>> posterior.chain.marginals(jax.random.key(1)).probabilities.shape
+        (20, 2)
+
+    Args:
+        model: the model, with a continuous state.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        rule: how nonlinear kernels are linearised; by default `Taylor()`.
+        mask: true where an entry was observed.
+        inputs: inputs of shape `(time, input)`, if the model takes them.
+        length: the number of rows that exist; the rest is padding.
+    """
+    return _smoother("gpb2_smoother", model, ys, "after", rule, mask, inputs, length)
+
+
+def imm_smoother(
+    model: SwitchingModel,
+    ys: Any,
+    *,
+    rule: AbstractRule | None = None,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> SwitchingPosterior:
+    """Smooth by interacting multiple models, with K updates per step where GPB2 has K².
+
+    Args and result are those of `gpb2_smoother`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> eye, zero = jnp.eye(1), jnp.zeros(1)
+        >>> model = rd.switching.SwitchingModel(
+        ...     rd.switching.Regimes.from_probabilities([0.5, 0.5], [[0.95, 0.05], [0.1, 0.9]]),
+        ...     prior=rd.Gaussian(zero, eye),
+        ...     transition=[rd.LinearGaussianKernel(eye, zero, s * eye) for s in (0.1, 1.0)],
+        ...     emission=rd.LinearGaussianKernel(eye, zero, 0.1 * eye),
+        ... )
+        >>> rd.switching.imm_smoother(model, jnp.zeros((20, 1))).chain.filtered.shape
+        (20, 2)
+    """
+    return _smoother("imm_smoother", model, ys, "before", rule, mask, inputs, length)
+
+
+def _smoother(
+    owner: str,
+    model: SwitchingModel,
+    ys: Any,
+    merge: Merge,
+    rule: AbstractRule | None,
+    mask: Any,
+    inputs: Any,
+    length: Any,
+) -> SwitchingPosterior:
+    require_state(model, owner)
+    model = unwrap(model)
+    series = prepare_switching(model, ys, mask=mask, inputs=inputs, length=length)
+    return smooth_by_merging(model, series, merge, Taylor() if rule is None else rule)
+
+
+@eqx.filter_jit
+def smooth_by_merging(
+    model: SwitchingModel, series: Series, merge: Merge, rule: AbstractRule
+) -> SwitchingPosterior:
+    """Run a Gaussian-sum filter of an unwrapped model over a prepared series."""
+    count, exists = model.num_regimes, series.exists()
+
+    def update(row: Series) -> Update:
+        def of_regime(kernel: Any, law: GaussianLaw) -> tuple[GaussianLaw, Array]:
+            def one(law: GaussianLaw) -> tuple[GaussianLaw, Array]:
+                emission = linearise(kernel, rule, law, row.inputs)
+                emitted = whiten_emission(emission, row.ys, row.mask)
+                law, innovation = condition(law, emitted.design, emitted.value)
+                return law, innovation.log_prob + emitted.constant
+
+            return jax.vmap(one)(law)
+
+        def of_all(laws: GaussianLaw) -> tuple[GaussianLaw, Array]:
+            by_regime = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), laws)
+            updated = over_regimes(model.emission, count, of_regime, by_regime)
+            return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), updated)
+
+        return of_all
+
+    def moves_from(laws: Mixture, u: Array | None) -> Moves:
+        return moves_of(model, rule, laws, u)
+
+    dtype = jnp.result_type(series.ys.dtype, float)
+    means, scales = over_regimes(model.prior, count, lambda law: law_of(*law_moments(law, dtype)))
+    at = lambda index: jax.tree.map(lambda leaf: leaf[index], series.rows)  # noqa: E731
+    start = GaussianLaw(means[None], scales[None])
+    first, increment = _updated(model.regimes.log_initial()[None], start, update(at(0)))
+
+    def step(laws: Mixture, at: tuple) -> tuple[Mixture, tuple]:
+        row, real = at
+        moves = moves_from(laws, row.inputs)
+        new, increment = filter_step(laws, moves, update(row), merge)
+        if real is not None:
+            new = jax.tree.map(lambda leaf, old: jnp.where(real, leaf, old), new, laws)
+            increment = jnp.where(real, increment, 0.0)
+        return new, (new, moves, increment)
+
+    later = (at(slice(1, None)), None if exists is None else exists[1:])
+    _, (rest, moves, increments) = lax.scan(step, first, later)
+    laws = jax.tree.map(lambda head, tail: jnp.concatenate([head[None], tail]), first, rest)
+    increments = jnp.concatenate([increment[None], increments])
+    chain = SwitchingChain(laws, moves, series.length)
+    return SwitchingPosterior(chain, jnp.sum(increments), increments)
+
+
+def moves_of(
+    model: SwitchingModel, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
+) -> Moves:
+    """Return the moves of the components of one time, linearised at their laws."""
+
+    def of_component(mean: Array, scale: Array) -> Any:
+        law = GaussianLaw(mean, scale)
+        return over_regimes(
+            model.transition, model.num_regimes, lambda kernel: linearise(kernel, rule, law, u)
+        )
+
+    sources = (laws.means, laws.scale_trils)
+    if model.is_conditionally_linear_gaussian:
+        sources = jax.tree.map(lambda leaf: leaf[:1], sources)
+    affine = jax.vmap(of_component)(*sources)
+    return Moves(log_moves(model, laws, u), *affine)
+
+
+def log_moves(
+    model: SwitchingModel, laws: Mixture, u: Float[Array, "input"] | None
+) -> Float[Array, "component regime"]:
+    """Return the log probabilities of the next regime for each component, at its mean."""
+
+    def row(mean: Array, regime: Array) -> Array:
+        return model.regimes.log_transition(mean, u)[regime]
+
+    return jax.vmap(row)(laws.means, laws.regimes)
+
+
+def filter_step(
+    laws: Mixture, moves: Moves, update: Update, merge: Merge
+) -> tuple[Mixture, Scalar]:
+    """Move the filtering laws of one time to the next, with one component per regime.
+
+    Returns:
+        The filtering laws of the next time, and log p(y_k | y_{0:k-1}).
+    """
+    weights = laws.log_weights[:, None] + moves.log_probabilities
+    sources = GaussianLaw(laws.means, laws.scale_trils)
+    kernels = (moves.weights, moves.biases, moves.scale_trils)
+    if merge == "before":
+        # The law of the earlier state given that the later regime is j, merged over components.
+        mixed = jax.vmap(lambda w: merge_laws(w, sources), in_axes=1)(weights)
+        at_mean = tuple(jnp.mean(leaf, axis=0) for leaf in kernels)
+        predicted = jax.vmap(predict)(mixed, *at_mean)
+        predicted = jax.tree.map(lambda leaf: leaf[None], predicted)
+        weights = jax.nn.logsumexp(weights, axis=0)[None]
+    else:
+        kernels = tuple(
+            jnp.broadcast_to(leaf, (laws.means.shape[0], *leaf.shape[1:])) for leaf in kernels
+        )
+        to_regimes = jax.vmap(predict, in_axes=(None, 0, 0, 0))
+        predicted = jax.vmap(to_regimes)(sources, *kernels)
+    return _updated(weights, predicted, update)
+
+
+def _updated(
+    log_weights: Float[Array, "source regime"], predicted: GaussianLaw, update: Update
+) -> tuple[Mixture, Scalar]:
+    """Update predicted laws, and merge those of each regime."""
+    laws, likelihoods = update(predicted)
+    joint = log_weights + likelihoods
+    increment = jax.nn.logsumexp(joint)
+    merged = jax.vmap(merge_laws, in_axes=1)(joint, laws)
+    weights = jax.nn.logsumexp(joint, axis=0) - increment
+    regimes = jnp.arange(joint.shape[1])
+    return Mixture(weights, merged.mean, merged.scale, regimes), increment
+
+
+def merge_laws(log_weights: Float[Array, "source"], laws: GaussianLaw) -> GaussianLaw:
+    """Return the Gaussian with the mean and the covariance of a mixture.
+
+    The covariance is a sum of Gram matrices. Their columns are triangularised together, so that
+    nothing is subtracted.
+    """
+    log_weights = jax.nn.log_softmax(log_weights)
+    if laws.mean.shape[0] == 1:
+        return GaussianLaw(laws.mean[0], laws.scale[0])
+    mean = jnp.sum(jnp.exp(log_weights)[:, None] * laws.mean, axis=0)
+    roots = jnp.exp(0.5 * log_weights)
+    spreads = jnp.concatenate([laws.scale, (laws.mean - mean)[..., None]], axis=-1)
+    columns = jnp.moveaxis(roots[:, None, None] * spreads, 0, 1)
+    return law_of(mean, columns.reshape(mean.shape[0], -1))
