@@ -10,6 +10,12 @@ from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPost
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
 from retrodict.switching.model import SwitchingModel as SwitchingModel
+from retrodict.switching.particle_smoother import (
+    RaoBlackwellisedPosterior as RaoBlackwellisedPosterior,
+)
+from retrodict.switching.particle_smoother import (
+    rao_blackwellised_smoother as rao_blackwellised_smoother,
+)
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
 
@@ -17,6 +23,7 @@ __all__ = [
     "AbstractRegimes",
     "Mixture",
     "Moves",
+    "RaoBlackwellisedPosterior",
     "Regimes",
     "SwitchingChain",
     "SwitchingMarginals",
@@ -26,6 +33,7 @@ __all__ = [
     "forward_backward",
     "gpb2_smoother",
     "imm_smoother",
+    "rao_blackwellised_smoother",
 ]
 
 

@@ -111,7 +111,7 @@ class Reversed(NamedTuple):
 
     def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
         """Return the log weight of each component, given x' and the regime that `into` took."""
-        white = jnp.einsum("cij,cj->ci", self.whitener, x - self.predicted, precision="highest")
+        white = jnp.einsum("cij,cj->ci", self.whitener, x[None] - self.predicted, precision="highest")
         pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
         density = jnp.sum(jnp.log(pivots) - 0.5 * (white**2 + LOG_2PI), axis=-1)
         return jax.nn.log_softmax(self.log_weights + density)
@@ -311,7 +311,7 @@ class SwitchingChain(eqx.Module):
         if key is None:
             raise ValueError("The marginals of a chain with a state are sampled: pass `key`.")
         check_key(key, "SwitchingChain.marginals")
-        return _sampled_marginals(self, self.trace(key, num_samples))
+        return sampled_marginals(self, self.trace(key, num_samples))
 
 
 def _exists(chain: SwitchingChain) -> Any:
@@ -418,10 +418,11 @@ def _finite_marginals(chain: SwitchingChain) -> SwitchingMarginals:
 
 
 @eqx.filter_jit
-def _sampled_marginals(chain: SwitchingChain, trace: SwitchingTrace) -> SwitchingMarginals:
+def sampled_marginals(chain: SwitchingChain, trace: SwitchingTrace) -> SwitchingMarginals:
+    """Return averages of the conditional moments along sampled paths."""
     count = trace.zs.shape[0]
     mean = jnp.mean(trace.means, axis=0)
-    shifts = trace.means - mean
+    shifts = trace.means - mean[None]
     between = jnp.einsum("sti,stj->tij", shifts, shifts) / count
     later = jax.nn.one_hot(trace.zs[:, 1:], chain.num_regimes, dtype=mean.dtype)
     pairs = jnp.einsum("sti,stj->tij", trace.probabilities[:, :-1], later) / count
