@@ -22,10 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
 from retrodict._model import LOG_2PI
 from retrodict._numerics import gram, inverse_cholesky, linalg, nonsingular_law
+from retrodict.particles import descend
 from retrodict.switching.model import prepare_regimes, prepare_states
+
+FEW_PAIRS = 256
+"""The largest number of moves per step whose reversals are held in memory for all times."""
 
 
 class Mixture(eqx.Module):
@@ -105,16 +109,69 @@ class Reversed(NamedTuple):
     offset: Float[Array, "component regime state"]
     scale_tril: Float[Array, "component regime state state"]
 
+    def shares(
+        self, zs: Int[Array, "sample"], xs: Float[Array, "sample state"]
+    ) -> Float[Array, "component sample"]:
+        """Return the probability of each component, given later regimes and states."""
+
+        def squares(whitener: Array, predicted: Array, x: Array) -> Scalar:
+            return jnp.sum(linalg.matvec(whitener, x - predicted) ** 2)
+
+        over_samples = jax.vmap(squares)
+        squared = jax.vmap(over_samples, in_axes=(0, 0, None))(
+            self.whitener[:, zs], self.predicted[:, zs], xs
+        )
+        return jax.nn.softmax(self.constants[:, zs] - 0.5 * squared, axis=0)
+
+    @property
+    def constants(self) -> Float[Array, "component regime"]:
+        """The log weights of the moves, with the constants of the densities of x'."""
+        pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
+        return self.log_weights + jnp.sum(jnp.log(pivots) - 0.5 * LOG_2PI, axis=-1)
+
+    def draw(
+        self,
+        c: Int[Array, "sample"],
+        zs: Int[Array, "sample"],
+        xs: Float[Array, "sample state"],
+        noise: Float[Array, "sample state"],
+    ) -> Float[Array, "sample state"]:
+        """Draw earlier states of these components, given later regimes and states."""
+        matvec = jax.vmap(linalg.matvec)
+        gain, offset, scale = (leaf[c, zs] for leaf in (self.gain, self.offset, self.scale_tril))
+        return matvec(gain, xs) + offset + matvec(scale, noise)
+
+    def moments(
+        self,
+        regimes: Int[Array, "component"],
+        num_regimes: int,
+        zs: Int[Array, "sample"],
+        xs: Float[Array, "sample state"],
+    ) -> tuple[
+        Float[Array, "sample regime"],
+        Float[Array, "sample state"],
+        Float[Array, "sample state state"],
+    ]:
+        """Return the moments of the earlier regime and state, given the later ones."""
+        weights = self.shares(zs, xs)
+        members = jax.nn.one_hot(regimes, num_regimes, dtype=weights.dtype)
+        probabilities = jnp.einsum("cs,cj->sj", weights, members, precision="highest")
+        matvec = jax.vmap(jax.vmap(linalg.matvec), in_axes=(0, None))
+        means = matvec(self.gain[:, zs], xs) + self.offset[:, zs]
+        mean = jnp.einsum("cs,csi->si", weights, means, precision="highest")
+        shifts, scales = means - mean[None], self.scale_tril[:, zs]
+        covariance = jnp.einsum("cs,csij,cskj->sik", weights, scales, scales, precision="highest")
+        covariance += jnp.einsum("cs,csi,csj->sij", weights, shifts, shifts, precision="highest")
+        return probabilities, mean, covariance
+
     def into(self, z: Int[Array, ""]) -> "Reversed":
         """Return the moves into one regime, without the axis `regime`."""
         return jax.tree.map(lambda leaf: leaf[:, z], self)
 
     def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
         """Return the log weight of each component, given x' and the regime that `into` took."""
-        white = jnp.einsum("cij,cj->ci", self.whitener, x[None] - self.predicted, precision="highest")
-        pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
-        density = jnp.sum(jnp.log(pivots) - 0.5 * (white**2 + LOG_2PI), axis=-1)
-        return jax.nn.log_softmax(self.log_weights + density)
+        white = jax.vmap(linalg.matvec)(self.whitener, x[None] - self.predicted)
+        return jax.nn.log_softmax(self.constants - 0.5 * jnp.sum(white**2, axis=-1))
 
     def law(self, x: Float[Array, "state"], regimes: Int[Array, "component"]) -> Mixture:
         """Return the law of the earlier regime and state, given the later regime and state x'."""
@@ -319,44 +376,45 @@ def _exists(chain: SwitchingChain) -> Any:
     return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
 
 
-def _select(key: PRNGKey, log_weights: Float[Array, "component"]) -> Int[Array, ""]:
-    """Draw an index in proportion to its weight."""
-    sums = jnp.cumsum(jnp.exp(log_weights))
-    threshold = jax.random.uniform(key, (), sums.dtype) * sums[-1]
-    return jnp.minimum(jnp.sum(sums <= threshold), sums.shape[0] - 1)
-
-
 @eqx.filter_jit
 def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTrace:
-    terminal, exists, count = chain.terminal, _exists(chain), chain.num_regimes
-    dim, dtype = chain.state_dim, chain.laws.means.dtype
-
-    def draw(key: PRNGKey, law: Mixture) -> tuple:
-        select_key, noise_key = jax.random.split(key)
-        c = _select(select_key, law.log_weights)
-        noise = jax.random.normal(noise_key, (dim,), dtype)
-        x = law.means[c] + linalg.matvec(law.scale_trils[c], noise)
-        return law.regimes[c], x, law.probabilities(count), law.mean, law.covariance
-
-    first_key, rest_key = jax.random.split(key)
-    first = jax.vmap(draw, in_axes=(0, None))(jax.random.split(first_key, num_samples), terminal)
-
-    def back(state: tuple, at: tuple) -> tuple[tuple, tuple]:
-        laws, moves, keys, real = at
-        reversed_moves = reverse_moves(laws, moves)
-
-        def one(key: PRNGKey, z: Array, x: Array) -> tuple:
-            return draw(key, reversed_moves.into(z).law(x, laws.regimes))
-
-        new = jax.vmap(one)(keys, state[0], state[1])
-        if real is not None:
-            new = jax.tree.map(lambda leaf, old: jnp.where(real, leaf, old), new, state)
-        return new, new
-
+    exists, count, dtype = _exists(chain), chain.num_regimes, chain.laws.means.dtype
+    share_key, noise_key = jax.random.split(key)
+    # The draws of all times at once: a scan would spend most of its time on keys.
+    shares = jax.random.uniform(share_key, (chain.num_times, num_samples), dtype)
+    noise = jax.random.normal(noise_key, (*shares.shape, chain.state_dim), dtype)
     earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    keys = jax.random.split(rest_key, (chain.num_times - 1, num_samples))
-    _, rest = lax.scan(back, first, (earlier, chain.moves, keys, exists), reverse=True)
-    rows = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), rest, first)
+    few = chain.moves.log_probabilities[:1].size <= FEW_PAIRS
+    kernels = jax.vmap(reverse_moves)(earlier, chain.moves) if few else None
+
+    def back(later: tuple, at: tuple) -> tuple[tuple, tuple]:
+        laws, moves, kernel, shares, noise, real = at
+        kernel = reverse_moves(laws, moves) if kernel is None else kernel
+        c = descend(kernel.shares(*later), shares)[0]
+        earlier = laws.regimes[c], kernel.draw(c, *later, noise)
+        if real is not None:
+            earlier = jax.tree.map(lambda new, old: jnp.where(real, new, old), earlier, later)
+        return earlier, (earlier, None if few else kernel.moments(laws.regimes, count, *later))
+
+    law = chain.terminal
+    c = descend(jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples)), shares[-1])[0]
+    last = law.regimes[c], law.means[c] + jax.vmap(linalg.matvec)(law.scale_trils[c], noise[-1])
+    rows = (earlier, chain.moves, kernels, shares[:-1], noise[:-1], exists)
+    _, (before, moments) = lax.scan(back, last, rows, reverse=True)
+    zs, xs = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), before, last)
+    if kernels is not None:
+        moments = jax.vmap(lambda kernel, laws, z, x: kernel.moments(laws.regimes, count, z, x))(
+            kernels, earlier, zs[1:], xs[1:]
+        )
+    ends = (law.probabilities(count), law.mean, law.covariance)
+    
+    def completed(rows: Array, end: Array) -> Array:
+        end = jnp.broadcast_to(end, (1, num_samples, *end.shape))
+        if exists is not None:
+            rows = where_rows(exists, rows, end)
+        return jnp.concatenate([rows, end])
+
+    rows = (zs, xs, *(completed(*pair) for pair in zip(moments, ends, strict=True)))
     return SwitchingTrace(*(jnp.swapaxes(leaf, 0, 1) for leaf in rows))
 
 
