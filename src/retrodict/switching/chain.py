@@ -14,7 +14,8 @@ with one per particle that of the Rao-Blackwellised particle filter, and without
 forward–backward algorithm.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,6 +28,8 @@ from retrodict._model import LOG_2PI
 from retrodict._numerics import gram, inverse_cholesky, linalg, nonsingular_law
 from retrodict.particles import descend
 from retrodict.switching.model import prepare_regimes, prepare_states
+
+T = TypeVar("T")
 
 FEW_PAIRS = 256
 """The largest number of moves per step whose reversals are held in memory for all times."""
@@ -113,15 +116,14 @@ class Reversed(NamedTuple):
         self, zs: Int[Array, "sample"], xs: Float[Array, "sample state"]
     ) -> Float[Array, "component sample"]:
         """Return the probability of each component, given later regimes and states."""
+        shifts = -jax.vmap(jax.vmap(linalg.matvec))(self.whitener, self.predicted)
 
-        def squares(whitener: Array, predicted: Array, x: Array) -> Scalar:
-            return jnp.sum(linalg.matvec(whitener, x - predicted) ** 2)
+        def logs(constants: Array, whitener: Array, shift: Array) -> Array:
+            white = _affine(whitener, shift, xs)
+            start = jnp.broadcast_to(constants[:, None], (*constants.shape, *zs.shape))
+            return linalg.sum_of([start, *(-0.5 * entry**2 for entry in white)])
 
-        over_samples = jax.vmap(squares)
-        squared = jax.vmap(over_samples, in_axes=(0, 0, None))(
-            self.whitener[:, zs], self.predicted[:, zs], xs
-        )
-        return jax.nn.softmax(self.constants[:, zs] - 0.5 * squared, axis=0)
+        return jax.nn.softmax(_by_regime(logs, zs, self.constants, self.whitener, shifts), axis=0)
 
     @property
     def constants(self) -> Float[Array, "component regime"]:
@@ -156,13 +158,19 @@ class Reversed(NamedTuple):
         weights = self.shares(zs, xs)
         members = jax.nn.one_hot(regimes, num_regimes, dtype=weights.dtype)
         probabilities = jnp.einsum("cs,cj->sj", weights, members, precision="highest")
-        matvec = jax.vmap(jax.vmap(linalg.matvec), in_axes=(0, None))
-        means = matvec(self.gain[:, zs], xs) + self.offset[:, zs]
-        mean = jnp.einsum("cs,csi->si", weights, means, precision="highest")
-        shifts, scales = means - mean[None], self.scale_tril[:, zs]
-        covariance = jnp.einsum("cs,csij,cskj->sik", weights, scales, scales, precision="highest")
-        covariance += jnp.einsum("cs,csi,csj->sij", weights, shifts, shifts, precision="highest")
-        return probabilities, mean, covariance
+        if not xs.shape[1]:
+            return probabilities, xs, xs[:, :, None] * xs[:, None]
+        means = _by_regime(lambda *kernel: _affine(*kernel, xs), zs, self.gain, self.offset)
+        mean = [jnp.sum(weights * entry, axis=0) for entry in means]
+        shifts = [entry - average[None] for entry, average in zip(means, mean, strict=True)]
+        between = [[jnp.sum(weights * a * b, axis=0) for b in shifts] for a in shifts]
+
+        def within(scales: Array) -> Array:
+            covariances = jax.vmap(linalg.outer_gram)(scales)
+            return jnp.einsum("cs,cij->ijs", weights, covariances, precision="highest")
+
+        covariance = _by_regime(within, zs, self.scale_tril) + jnp.array(between)
+        return probabilities, jnp.stack(mean, axis=-1), jnp.moveaxis(covariance, -1, 0)
 
     def into(self, z: Int[Array, ""]) -> "Reversed":
         """Return the moves into one regime, without the axis `regime`."""
@@ -177,6 +185,53 @@ class Reversed(NamedTuple):
         """Return the law of the earlier regime and state, given the later regime and state x'."""
         means = jnp.einsum("cij,j->ci", self.gain, x, precision="highest") + self.offset
         return Mixture(self.log_posterior(x), means, self.scale_tril, regimes)
+
+
+def _affine(
+    weights: Float[Array, "component out state"],
+    offsets: Float[Array, "component out"],
+    xs: Float[Array, "sample state"],
+) -> list[Float[Array, "component sample"]]:
+    """Return each coordinate of w_c x_s + b_c, as a matrix of components and samples.
+
+    Separate coordinates fuse with what follows, in loops over samples: a fifteenth of the time of
+    one array with an axis of two coordinates.
+    """
+    dim = xs.shape[1]
+
+    def coordinate(weight: Array, offset: Array) -> Array:
+        if dim > linalg.UNROLLED:
+            return jnp.matmul(weight, xs.T, precision="highest") + offset[:, None]
+        terms = [weight[:, i, None] * xs[None, :, i] for i in range(dim)]
+        return linalg.sum_of([offset[:, None], *terms])
+
+    return [coordinate(weights[:, i], offsets[:, i]) for i in range(dim)]
+
+
+def _by_regime(fn: Callable[..., T], zs: Int[Array, "sample"], *leaves: Array) -> T:
+    """Return the entries of fn(leaves of regime z_s) for each sample s, its last axis.
+
+    Selecting between the regimes takes a fortieth of the time of gathering the leaves of each
+    sample, for 10,000 components, 3 regimes and 100 samples.
+
+    Args:
+        fn: a function of the leaves of one regime to arrays whose last axis is `sample`.
+        zs: the regimes.
+        *leaves: arrays of shape `(component, regime, ...)`.
+    """
+    by_regime = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in leaves)
+
+    def choose(values: T, at: tuple) -> tuple[T, None]:
+        j, leaves = at
+
+        def select(new: Array, old: Array) -> Array:
+            return jnp.where(jnp.broadcast_to(zs == j, old.shape), new, old)
+
+        return jax.tree.map(select, fn(*leaves), values), None
+
+    first = fn(*(leaf[0] for leaf in by_regime))
+    rest = (jnp.arange(1, by_regime[0].shape[0]), tuple(leaf[1:] for leaf in by_regime))
+    return lax.scan(choose, first, rest, unroll=8)[0]
 
 
 def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
@@ -397,7 +452,8 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
         return earlier, (earlier, None if few else kernel.moments(laws.regimes, count, *later))
 
     law = chain.terminal
-    c = descend(jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples)), shares[-1])[0]
+    weights = jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples))
+    c = descend(weights, shares[-1])[0]
     last = law.regimes[c], law.means[c] + jax.vmap(linalg.matvec)(law.scale_trils[c], noise[-1])
     rows = (earlier, chain.moves, kernels, shares[:-1], noise[:-1], exists)
     _, (before, moments) = lax.scan(back, last, rows, reverse=True)
@@ -407,7 +463,7 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
             kernels, earlier, zs[1:], xs[1:]
         )
     ends = (law.probabilities(count), law.mean, law.covariance)
-    
+
     def completed(rows: Array, end: Array) -> Array:
         end = jnp.broadcast_to(end, (1, num_samples, *end.shape))
         if exists is not None:

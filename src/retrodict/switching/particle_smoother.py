@@ -252,9 +252,7 @@ def _rows_of(model: SwitchingModel, series: Series) -> _Rows:
 
     def of_row(row: Series, u: Array | None) -> _Rows:
         def emission(kernel: Any) -> Any:
-            return whiten_emission(
-                linearise(kernel, Taylor(), law, row.inputs), row.ys, row.mask
-            )
+            return whiten_emission(linearise(kernel, Taylor(), law, row.inputs), row.ys, row.mask)
 
         def transition(kernel: Any) -> Any:
             return linearise(kernel, Taylor(), law, u)
@@ -296,9 +294,7 @@ def _filter(
             return (new, None), step
         idle = _Step(last, *(jnp.zeros_like(leaf) for leaf in step[1:3]), False, False)  # pyright: ignore
         idle = idle._replace(ess=_effective(last.log_weights))
-        step, new = jax.tree.map(
-            lambda a, b: jnp.where(real, a, b), (step, new), (idle, predicted)
-        )
+        step, new = jax.tree.map(lambda a, b: jnp.where(real, a, b), (step, new), (idle, predicted))
         return (new, step.laws), step
 
     start = _prior(model, num_particles, rows.value.dtype)
