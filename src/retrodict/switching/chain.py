@@ -111,7 +111,7 @@ class Reversed(NamedTuple):
 
     def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
         """Return the log weight of each component, given x' and the regime that `into` took."""
-        white = jnp.einsum("cij,cj->ci", self.whitener, x - self.predicted, precision="highest")
+        white = jnp.einsum("cij,cj->ci", self.whitener, x[None] - self.predicted, precision="highest")
         pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
         density = jnp.sum(jnp.log(pivots) - 0.5 * (white**2 + LOG_2PI), axis=-1)
         return jax.nn.log_softmax(self.log_weights + density)
@@ -240,7 +240,7 @@ class SwitchingChain(eqx.Module):
         return self.laws.means.shape[-1]
 
     @property
-    def filtered(self) -> Float[Array, "time regime"]:
+    def filtered(self) -> Float[Array, "*batch time regime"]:
         """The probabilities of the regimes under the filtering laws."""
         return self.laws.probabilities(self.num_regimes)
 
@@ -421,7 +421,7 @@ def _finite_marginals(chain: SwitchingChain) -> SwitchingMarginals:
 def _sampled_marginals(chain: SwitchingChain, trace: SwitchingTrace) -> SwitchingMarginals:
     count = trace.zs.shape[0]
     mean = jnp.mean(trace.means, axis=0)
-    shifts = trace.means - mean
+    shifts = trace.means - mean[None]
     between = jnp.einsum("sti,stj->tij", shifts, shifts) / count
     later = jax.nn.one_hot(trace.zs[:, 1:], chain.num_regimes, dtype=mean.dtype)
     pairs = jnp.einsum("sti,stj->tij", trace.probabilities[:, :-1], later) / count

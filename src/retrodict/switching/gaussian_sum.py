@@ -263,6 +263,6 @@ def merge_laws(log_weights: Float[Array, "source"], laws: GaussianLaw) -> Gaussi
         return GaussianLaw(laws.mean[0], laws.scale[0])
     mean = jnp.sum(jnp.exp(log_weights)[:, None] * laws.mean, axis=0)
     roots = jnp.exp(0.5 * log_weights)
-    spreads = jnp.concatenate([laws.scale, (laws.mean - mean)[..., None]], axis=-1)
+    spreads = jnp.concatenate([laws.scale, (laws.mean - mean[None])[..., None]], axis=-1)
     columns = jnp.moveaxis(roots[:, None, None] * spreads, 0, 1)
     return law_of(mean, columns.reshape(mean.shape[0], -1))
