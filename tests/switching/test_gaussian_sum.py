@@ -243,3 +243,13 @@ def test_regimes_that_depend_on_the_state_give_a_proper_chain():
 def test_hidden_markov_models_are_refused():
     with raises_with(TypeError, "gpb2_smoother", "forward_backward"):
         rd.switching.gpb2_smoother(hidden_markov(2), jnp.zeros((3, 1)))
+
+
+def test_noise_without_a_density_is_refused():
+    model = linear(2, 2, 2)
+    move = rd.LinearGaussianKernel(jnp.eye(2), jnp.zeros(2), rd.Diagonal(jnp.array([1.0, 0.0])))
+    singular = rd.switching.SwitchingModel(
+        model.regimes, model.emission, model.prior, [model.transition[0], move]
+    )
+    with raises_with(ValueError, "transition with a density", "[1. 0.]"):
+        rd.switching.gpb2_smoother(singular, jnp.zeros((3, 2)))

@@ -134,7 +134,9 @@ class Reversed(NamedTuple):
 
     def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
         """Return the log weight of each component, given x' and the regime that `into` took."""
-        white = jnp.einsum("cij,cj->ci", self.whitener, x[None] - self.predicted, precision="highest")
+        white = jnp.einsum(
+            "cij,cj->ci", self.whitener, x[None] - self.predicted, precision="highest"
+        )
         pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
         density = jnp.sum(jnp.log(pivots) - 0.5 * (white**2 + LOG_2PI), axis=-1)
         return jax.nn.log_softmax(self.log_weights + density)

@@ -20,6 +20,7 @@ from retrodict._model import (
     Gaussian,
     Series,
     StateSpaceModel,
+    check_densities,
     prepare_batch,
     prepare_inputs,
     prepare_path,
@@ -231,6 +232,18 @@ def each(part: Any) -> tuple[Any, ...]:
 def of_regime(part: Any, j: int) -> Any:
     """Return the part of one regime."""
     return part[j] if isinstance(part, tuple) else part
+
+
+def by_regime(model: SwitchingModel) -> list[StateSpaceModel]:
+    """Return the state-space model of each regime, as if it never changed."""
+    models = []
+    for j in range(model.num_regimes):
+        parts = {name: of_regime(getattr(model, name), j) for name in PARTS}
+        try:
+            models.append(StateSpaceModel(**parts))
+        except ValueError as error:
+            raise ValueError(f"The model of regime {j} is invalid: {error}") from error
+    return models
 
 
 def over_regimes(part: Any, num_regimes: int, fn: Callable[..., T], *arrays: Any) -> T:
@@ -447,6 +460,9 @@ def _check_series(model: SwitchingModel, series: Series) -> None:
         raise ValueError(
             f"ys must have {obs_dim} columns for this model, got {series.ys.shape[-1]}."
         )
+    if not model.is_finite:
+        for one in by_regime(model):
+            check_densities(one, "A switching model", ("transition", "emission"))
     if not model.num_lags:
         return
     if series.ys.shape[-2] <= model.num_lags:
@@ -524,12 +540,7 @@ def _check_parts(model: SwitchingModel) -> None:
             _check_type(model, name, one)
     if model.is_finite:
         return
-    for j in range(count):
-        part_of = {name: of_regime(getattr(model, name), j) for name in PARTS}
-        try:
-            StateSpaceModel(**part_of)
-        except ValueError as error:
-            raise ValueError(f"The model of regime {j} is invalid: {error}") from error
+    by_regime(model)
     if any(not _is_value(leaf) for leaf in jax.tree.leaves(model)):
         return  # placeholders of a transformation, not arrays
     x = jax.ShapeDtypeStruct((model.state_dim,), jnp.result_type(float))
