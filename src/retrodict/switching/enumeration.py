@@ -107,13 +107,13 @@ def _enumerate(
     count, exists = model.num_regimes, series.exists()
     if exists is not None:
         # Paths that differ in padding alone are copies of one path, which share its probability.
-        paths = jnp.where(exists, paths, 0)
+        paths = jnp.where(exists[None], paths, 0)
 
     matrices = log_transitions(model, series)
     steps = jnp.arange(series.num_times - 1)
     priors = jax.vmap(lambda zs: matrices[steps, zs[:-1], zs[1:]])(paths)
     if exists is not None:
-        priors = jnp.where(exists[1:], priors, -jnp.log(count))
+        priors = jnp.where(exists[None, 1:], priors, -jnp.log(count))
     evidences, means, covariances = jax.lax.map(
         lambda zs: smooth_given_regimes(model, series, zs), paths, batch_size=256
     )
@@ -124,7 +124,7 @@ def _enumerate(
     weights = jnp.exp(log_weights)
     members = jax.nn.one_hot(paths, count, dtype=weights.dtype)
     mean = jnp.einsum("p,pti->ti", weights, means)
-    shifts = means - mean
+    shifts = means - mean[None]
     covariance = jnp.einsum("p,ptij->tij", weights, covariances)
     covariance += jnp.einsum("p,pti,ptj->tij", weights, shifts, shifts)
     probabilities = jnp.einsum("p,ptk->tk", weights, members)
