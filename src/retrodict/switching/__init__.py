@@ -9,6 +9,8 @@ from retrodict.switching.forward_backward import forward_backward as forward_bac
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
+from retrodict.switching.grid import SwitchingGridPosterior as SwitchingGridPosterior
+from retrodict.switching.grid import grid_smoother as grid_smoother
 from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
 from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.model import SwitchingModel as SwitchingModel
@@ -28,12 +30,14 @@ __all__ = [
     "RaoBlackwellisedPosterior",
     "Regimes",
     "SwitchingChain",
+    "SwitchingGridPosterior",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
     "enumerate_regimes",
     "forward_backward",
     "gpb2_smoother",
+    "grid_smoother",
     "imm_smoother",
     "importance_smoother",
     "rao_blackwellised_smoother",
