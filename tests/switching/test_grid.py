@@ -70,11 +70,11 @@ def curved() -> switching.SwitchingModel:
     )
 
 
-def normal(x: np.ndarray, mean: np.ndarray, std: float) -> np.ndarray:
+def normal(x: np.ndarray, mean: np.ndarray | float, std: float) -> np.ndarray:
     return np.exp(-0.5 * ((x - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
 
 
-def dense_sums(ys: np.ndarray, us: np.ndarray, x: np.ndarray) -> tuple:
+def dense_sums(ys: np.ndarray, us: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Sum the joint density of `curved` over all regimes and points of three rows, naively."""
     h = x[1] - x[0]
     initial = np.exp([0.3, -0.3])

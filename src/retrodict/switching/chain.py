@@ -183,7 +183,7 @@ class Reversed(NamedTuple):
         probabilities = jnp.einsum("cs,cj->sj", weights, members, precision="highest")
         if not xs.shape[1]:
             return probabilities, xs, xs[:, :, None] * xs[:, None]
-        means = _by_regime(lambda *kernel: _affine(*kernel, xs), zs, self.gain, self.offset)
+        means = _by_regime(lambda g, b: _affine(g, b, xs), zs, self.gain, self.offset)
         mean = [jnp.sum(weights * entry, axis=0) for entry in means]
         shifts = [entry - average[None] for entry, average in zip(means, mean, strict=True)]
         between = [[jnp.sum(weights * a * b, axis=0) for b in shifts] for a in shifts]
@@ -479,11 +479,12 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     def back(later: tuple, at: tuple) -> tuple[tuple, tuple]:
         laws, moves, kernel, shares, noise, real = at
         kernel = reverse_moves(laws, moves) if kernel is None else kernel
-        c = descend(kernel.shares(*later), shares)[0]
-        earlier = laws.regimes[c], kernel.draw(c, *later, noise)
+        z, x = later
+        c = descend(kernel.shares(z, x), shares)[0]
+        earlier = laws.regimes[c], kernel.draw(c, z, x, noise)
         if real is not None:
             earlier = jax.tree.map(lambda new, old: jnp.where(real, new, old), earlier, later)
-        return earlier, (earlier, None if few else kernel.moments(laws.regimes, count, *later))
+        return earlier, (earlier, None if few else kernel.moments(laws.regimes, count, z, x))
 
     law = chain.terminal
     weights = jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples))

@@ -153,10 +153,9 @@ def grid_smoother(
     check_grid(grid, model.state_dim, "gpb2_smoother or rao_blackwellised_smoother")
     series = prepare_switching(model, ys, mask=mask, inputs=inputs, length=length)
     u = None if series.inputs is None else series.inputs[0]
-    fine, rough = (
-        tuple(kind_of(kernel, one, u) for kernel in _kernels(model))
-        for one in (grid, grid.coarser())
-    )
+    kernels = _kernels(model)
+    fine = tuple(kind_of(kernel, grid, u) for kernel in kernels)
+    rough = tuple(kind_of(kernel, grid.coarser(), u) for kernel in kernels)
     # An array, so that a different tolerance does not trigger a new compilation.
     limit = jnp.asarray(tolerance, jnp.result_type(float))
     posterior = _run(model, series, grid, (fine, rough), limit)
