@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
 from retrodict._model import LOG_2PI
 from retrodict._numerics import gram, inverse_cholesky, linalg, nonsingular_law
-from retrodict.particles import descend
+from retrodict.particles import descend, uniforms
 from retrodict.switching.model import prepare_regimes, prepare_states
 
 T = TypeVar("T")
@@ -186,13 +186,27 @@ class Reversed(NamedTuple):
         means = _by_regime(lambda g, b: _affine(g, b, xs), zs, self.gain, self.offset)
         mean = [jnp.sum(weights * entry, axis=0) for entry in means]
         shifts = [entry - average[None] for entry, average in zip(means, mean, strict=True)]
-        between = [[jnp.sum(weights * a * b, axis=0) for b in shifts] for a in shifts]
 
-        def within(scales: Array) -> Array:
-            covariances = jax.vmap(linalg.outer_gram)(scales)
-            return jnp.einsum("cs,cij->ijs", weights, covariances, precision="highest")
+        def within(scales: Array) -> list[list[Array]]:
+            covariances = jax.vmap(linalg.outer_gram)(scales)[..., None]
+            like = (weights.shape[0], zs.shape[0])
+            return [
+                [jnp.broadcast_to(covariances[:, i, j], like) for j in range(i + 1)]
+                for i in range(len(means))
+            ]
 
-        covariance = _by_regime(within, zs, self.scale_tril) + jnp.array(between)
+        lower = [
+            [
+                jnp.sum(weights * (entry + a * b), axis=0)
+                for entry, b in zip(row, shifts[: i + 1], strict=True)
+            ]
+            for i, (row, a) in enumerate(
+                zip(_by_regime(within, zs, self.scale_tril), shifts, strict=True)
+            )
+        ]
+        covariance = jnp.array(
+            [[lower[max(i, j)][min(i, j)] for j in range(len(mean))] for i in range(len(mean))]
+        )
         return probabilities, jnp.stack(mean, axis=-1), jnp.moveaxis(covariance, -1, 0)
 
     def into(self, z: Int[Array, ""]) -> "Reversed":
@@ -470,7 +484,7 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     exists, count, dtype = _exists(chain), chain.num_regimes, chain.laws.means.dtype
     share_key, noise_key = jax.random.split(key)
     # The draws of all times at once: a scan would spend most of its time on keys.
-    shares = jax.random.uniform(share_key, (chain.num_times, num_samples), dtype)
+    shares = uniforms(share_key, (chain.num_times, num_samples), dtype)
     noise = jax.random.normal(noise_key, (*shares.shape, chain.state_dim), dtype)
     earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
     few = chain.moves.log_probabilities[:1].size <= FEW_PAIRS

@@ -43,6 +43,10 @@ Law: TypeAlias = Float[Array, "regime point"]
 """Probabilities of regimes and points, or a function of both."""
 
 
+Kinds: TypeAlias = tuple[Kind, ...]
+"""How the transition of each regime is applied."""
+
+
 class SwitchingGridPosterior(eqx.Module):
     """The law of regimes and states given the whole series, on the points of a grid.
 
@@ -154,18 +158,14 @@ def grid_smoother(
     series = prepare_switching(model, ys, mask=mask, inputs=inputs, length=length)
     u = None if series.inputs is None else series.inputs[0]
     kernels = _kernels(model)
-    fine = tuple(kind_of(kernel, grid, u) for kernel in kernels)
-    rough = tuple(kind_of(kernel, grid.coarser(), u) for kernel in kernels)
+    fine: Kinds = tuple(kind_of(kernel, grid, u) for kernel in kernels)
+    rough: Kinds = tuple(kind_of(kernel, grid.coarser(), u) for kernel in kernels)
     # An array, so that a different tolerance does not trigger a new compilation.
     limit = jnp.asarray(tolerance, jnp.result_type(float))
     posterior = _run(model, series, grid, (fine, rough), limit)
     if throw and is_concrete(posterior.status):
         posterior.check()
     return posterior
-
-
-Kinds: TypeAlias = tuple[Kind, ...]
-"""How the transition of each regime is applied; one entry if all regimes share it."""
 
 
 class _Moves(NamedTuple):
