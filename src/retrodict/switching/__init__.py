@@ -12,6 +12,12 @@ from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
 from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
 from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.model import SwitchingModel as SwitchingModel
+from retrodict.switching.particle_smoother import (
+    RaoBlackwellisedPosterior as RaoBlackwellisedPosterior,
+)
+from retrodict.switching.particle_smoother import (
+    rao_blackwellised_smoother as rao_blackwellised_smoother,
+)
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
 
@@ -19,6 +25,7 @@ __all__ = [
     "AbstractRegimes",
     "Mixture",
     "Moves",
+    "RaoBlackwellisedPosterior",
     "Regimes",
     "SwitchingChain",
     "SwitchingMarginals",
@@ -29,6 +36,7 @@ __all__ = [
     "gpb2_smoother",
     "imm_smoother",
     "importance_smoother",
+    "rao_blackwellised_smoother",
 ]
 
 
