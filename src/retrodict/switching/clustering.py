@@ -95,7 +95,7 @@ def _standardised(problem: Problem) -> Problem:
 
 @eqx.filter_jit
 def _cluster(
-    keys: PRNGKey, problems: tuple[Problem, ...], exists: Array, count: int
+    keys: Array, problems: tuple[Problem, ...], exists: Array, count: int
 ) -> tuple[Array, Array]:
     pooled = [
         _fit(problem, problem.used[None].astype(problem.features.dtype)) for problem in problems
@@ -219,7 +219,7 @@ def _seed(
         near = (jnp.abs(times - time) <= width / 2) & (jnp.arange(exists.shape[0]) == series)[
             :, None
         ]
-        new = sum(_distance(problem, near & exists) for problem in problems)
+        new = jnp.sum(jnp.stack([_distance(each, near & exists) for each in problems]), axis=0)
         all_distances.append(_averaged(new, needed))
         distances = jnp.minimum(distances, new) if j else new
     nearest = jnp.argmin(jnp.stack(all_distances, axis=-1), axis=-1)

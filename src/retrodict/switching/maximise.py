@@ -300,7 +300,13 @@ def _regression_of_moves(regimes: Regimes, moments: RegimeMoments, batch: Series
     rows = LogisticRows(features.reshape(-1, features.shape[-1]), moves.reshape(-1, count))
     theta = multinomial_regression(rows, jnp.concatenate(start, axis=1))
     ends = np.cumsum([part.shape[1] for part in start])
-    new = dict(zip(("transition_logits", *_names(regimes)), jnp.split(theta, ends[:-1], axis=1)))
+    new = dict(
+        zip(
+            ("transition_logits", *_names(regimes)),
+            jnp.split(theta, ends[:-1], axis=1),
+            strict=True,
+        )
+    )
     return {**new, "transition_logits": new["transition_logits"].T}
 
 

@@ -97,9 +97,19 @@ def _draw(model: SwitchingModel, series: Series, key: PRNGKey, num_samples: int)
         xs = chain.sample(key, 1)[0]
         return xs, laws.mean, laws.covariance, pairs.mean, pairs.covariance
 
-    smoothed = jax.vmap(of_path)(trace.zs, jax.random.split(state_key, num_samples))
-    evidence = (posterior.log_evidence, posterior.log_evidence_increments)
-    return Paths(trace.zs, trace.probabilities, *smoothed, *evidence)
+    states = jax.vmap(of_path)(trace.zs, jax.random.split(state_key, num_samples))
+    xs, means, covariances, pair_means, pair_covariances = states
+    return Paths(
+        trace.zs,
+        trace.probabilities,
+        xs,
+        means,
+        covariances,
+        pair_means,
+        pair_covariances,
+        posterior.log_evidence,
+        posterior.log_evidence_increments,
+    )
 
 
 @eqx.filter_jit
