@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._learning import ProgressLine
@@ -259,7 +259,7 @@ def _num_rows(batch: Series) -> int:
 
 def _worst_rows(
     increments: Float[Array, "batch time"], batch: Series, count: int
-) -> Int[Array, "batch time"]:
+) -> Bool[Array, "batch time"]:
     """Return which rows have the lowest log p(y_k | y_{0:k-1}), among those that exist."""
     values = np.array(increments)
     if batch.length is not None:
