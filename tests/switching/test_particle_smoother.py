@@ -71,7 +71,10 @@ def test_all_paths_of_regimes_are_kept_and_the_filter_is_exact(case):
     # The filtering law of the last row is the smoothing law; padding repeats it.
     end = options(ys).get("length", n) - 1
     for row in range(end, n):
-        law, moments = jax.tree.map(lambda leaf: leaf[row], posterior.chain.laws), exact.marginals
+        law, moments = (
+            jax.tree.map(lambda leaf, row=row: leaf[row], posterior.chain.laws),
+            exact.marginals,
+        )
         probabilities = law.probabilities(num_regimes)
         np.testing.assert_allclose(probabilities, moments.probabilities[end], atol=1e-10)
         np.testing.assert_allclose(law.mean, moments.mean[end], atol=1e-10)
