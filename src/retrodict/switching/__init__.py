@@ -4,6 +4,8 @@ from retrodict.switching.chain import Mixture as Mixture
 from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
+from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
+from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.forward_backward import forward_backward as forward_backward
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
@@ -13,6 +15,7 @@ from retrodict.switching.grid import SwitchingGridPosterior as SwitchingGridPost
 from retrodict.switching.grid import grid_smoother as grid_smoother
 from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
 from retrodict.switching.importance import importance_smoother as importance_smoother
+from retrodict.switching.initialise import initialise as initialise
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.particle_smoother import (
     RaoBlackwellisedPosterior as RaoBlackwellisedPosterior,
@@ -30,16 +33,19 @@ __all__ = [
     "RaoBlackwellisedPosterior",
     "Regimes",
     "SwitchingChain",
+    "SwitchingEMResult",
     "SwitchingGridPosterior",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
+    "em",
     "enumerate_regimes",
     "forward_backward",
     "gpb2_smoother",
     "grid_smoother",
     "imm_smoother",
     "importance_smoother",
+    "initialise",
     "rao_blackwellised_smoother",
 ]
 
