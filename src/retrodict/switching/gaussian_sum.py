@@ -18,13 +18,14 @@ from jaxtyping import Array, Float
 from retrodict._arrays import Scalar
 from retrodict._linearised import (
     AbstractRule,
+    AbstractSigmaPoints,
     Taylor,
     law_moments,
     linearise,
     whiten_emission,
 )
 from retrodict._model import Series, unwrap
-from retrodict._numerics import GaussianLaw, condition, law_of, predict
+from retrodict._numerics import GaussianLaw, condition, law_of, linalg, predict
 from retrodict.switching.chain import Mixture, Moves, SwitchingChain
 from retrodict.switching.model import SwitchingModel, over_regimes, prepare_switching, require_state
 
@@ -72,7 +73,8 @@ def gpb2_smoother(
 
     For models that are linear and Gaussian given the regimes, the only approximation is the merge
     of K² Gaussians into K at every step. Other kernels are linearised at the laws of each regime,
-    and regimes that depend on the state are evaluated at their means.
+    and the probabilities of regimes that depend on the state are taken at the mean of each law, or
+    averaged over the points of the rule. A poorly observed state needs points: `GaussHermite(5)`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -91,7 +93,8 @@ def gpb2_smoother(
     Args:
         model: the model, with a continuous state.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        rule: how nonlinear kernels are linearised; by default `Taylor()`.
+        rule: how nonlinear kernels are linearised, and at which points the probabilities of
+            recurrent regimes are averaged; by default `Taylor()`.
         mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if the model takes them.
         length: the number of rows that exist; the rest is padding.
@@ -208,18 +211,29 @@ def moves_of(
     if model.is_conditionally_linear_gaussian:
         sources = jax.tree.map(lambda leaf: leaf[:1], sources)
     affine = jax.vmap(of_component)(*sources)
-    return Moves(log_moves(model, laws, u), *affine)
+    return Moves(log_moves(model, rule, laws, u), *affine)
 
 
 def log_moves(
-    model: SwitchingModel, laws: Mixture, u: Float[Array, "input"] | None
+    model: SwitchingModel, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
 ) -> Float[Array, "component regime"]:
-    """Return the log probabilities of the next regime for each component, at its mean."""
+    """Return the log probabilities of the next regime for each component.
 
-    def row(mean: Array, regime: Array) -> Array:
-        return model.regimes.log_transition(mean, u)[regime]
+    Probabilities that depend on the state are averaged over the points of the rule, or taken at the
+    mean of the component if the rule has no points. Points of negative weight are left out, so that
+    the result is a distribution.
+    """
 
-    return jax.vmap(row)(laws.means, laws.regimes)
+    def row(mean: Array, scale: Array, regime: Array) -> Array:
+        if not (model.regimes.takes_state and isinstance(rule, AbstractSigmaPoints)):
+            return model.regimes.log_transition(mean, u)[regime]
+        points = rule.points(mean.shape[0])
+        weights = jnp.maximum(jnp.asarray(points.weights, mean.dtype), 0.0)[:, None]
+        xs = mean[None] + linalg.matmul(jnp.asarray(points.nodes, mean.dtype), scale.T)
+        rows = jax.vmap(lambda x: model.regimes.log_transition(x, u)[regime])(xs)
+        return jax.nn.log_softmax(jax.nn.logsumexp(rows, axis=0, b=weights))
+
+    return jax.vmap(row)(laws.means, laws.scale_trils, laws.regimes)
 
 
 def filter_step(
