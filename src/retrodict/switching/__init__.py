@@ -15,6 +15,12 @@ from retrodict.switching.importance import SwitchingImportance as SwitchingImpor
 from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.initialise import initialise as initialise
 from retrodict.switching.model import SwitchingModel as SwitchingModel
+from retrodict.switching.particle_smoother import (
+    RaoBlackwellisedPosterior as RaoBlackwellisedPosterior,
+)
+from retrodict.switching.particle_smoother import (
+    rao_blackwellised_smoother as rao_blackwellised_smoother,
+)
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
 
@@ -22,6 +28,7 @@ __all__ = [
     "AbstractRegimes",
     "Mixture",
     "Moves",
+    "RaoBlackwellisedPosterior",
     "Regimes",
     "SwitchingChain",
     "SwitchingEMResult",
@@ -35,6 +42,7 @@ __all__ = [
     "imm_smoother",
     "importance_smoother",
     "initialise",
+    "rao_blackwellised_smoother",
 ]
 
 
