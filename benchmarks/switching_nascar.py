@@ -7,7 +7,7 @@ Four regimes drive a state of two dimensions around a track (Linderman et al. 20
 the package ssm): rotations by π/24 and π/48 about (2, 0) and (-2, 0) on its two ends, drifts by 0.1
 and -0.25 on its straights,
 
-    p(z_k = j | x_{k-1}) ∝ exp(R_j x_{k-1} + r_j),    x_k = A_z x_{k-1} + b_z + ε,    y_k = C x_k + η,
+    p(z_k = j | x_{k-1}) ∝ exp(R_j x_{k-1} + r_j),   x_k = A_z x_{k-1} + b_z + ε,   y_k = C x_k + η,
 
 with state noise of variance 1e-4, weights R of 100 and 10, and ten columns with noise of standard
 deviation 0.1 and an orthonormal C. The rotations are clockwise: in the other direction the states
@@ -168,7 +168,7 @@ def draw(
         panel.set(title=title, xlabel="first coordinate", aspect="equal")
     panels[0].set_ylabel("second coordinate")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def field(
