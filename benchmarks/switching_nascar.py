@@ -37,7 +37,7 @@ import retrodict as rd
 jax.config.update("jax_enable_x64", True)
 
 SEED, NUM_ROWS, NUM_COLUMNS, NUM_REGIMES = 12345, 10_000, 10, 4
-NUM_ITERATIONS, NUM_PATHS = 40, 10
+NUM_ITERATIONS, NUM_PATHS = 60, 10
 ACCURACY, R_SQUARED = 0.95, 0.98
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 

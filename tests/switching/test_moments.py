@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.helpers.assertions import assert_close
 
 import retrodict as rd
 from retrodict.switching.moments import RegimeMoments, draw_paths, pool
-from tests.helpers.assertions import assert_close
 
 NUM_SAMPLES = 2000
 
