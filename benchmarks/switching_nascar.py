@@ -1,7 +1,9 @@
 """Learn the NASCAR model, recurrent switching linear dynamics, from observations alone.
 
-    python benchmarks/switching_nascar.py [--rows N] [--starts N] [--ssm PYTHON] [--picture FILE]
-        [--out FILE]
+    python benchmarks/switching_nascar.py [--rows N] [--starts N] [--picture FILE] [--out FILE]
+        [--ssm ANSWER.npz]
+    python benchmarks/switching_nascar.py --data DATA.npz
+    PYTHON_WITH_SSM benchmarks/switching_nascar_ssm.py DATA.npz ANSWER.npz
 
 Four regimes drive a state of two dimensions around a track (Linderman et al. 2017; notebook 4 of
 the package ssm): rotations by π/24 and π/48 about (2, 0) and (-2, 0) on its two ends, drifts by 0.1
@@ -14,15 +16,13 @@ deviation 0.1 and an orthonormal C. The rotations are clockwise: in the other di
 do not follow the track.
 
 The model is learned by `switching.initialise` and `switching.em`. Regimes are compared up to a
-permutation, smoothed states up to an affine map. `--ssm` names the interpreter of an environment
-with the package ssm, which then learns from the same series.
+permutation, smoothed states up to an affine map. The second and the third command let the package
+ssm learn from the same series in its own environment; the first then compares its answer.
 """
 
 import argparse
 import itertools
 import json
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,17 +127,16 @@ def smoothed(
     return answer, float(posterior.log_evidence) / len(xs)
 
 
-def by_ssm(python: str, ys: np.ndarray, zs: np.ndarray, xs: np.ndarray) -> dict[str, Any]:
-    """Learn by the package ssm, in another process."""
-    script = Path(__file__).with_name("switching_nascar_ssm.py")
-    with tempfile.TemporaryDirectory() as folder:
-        data, out = Path(folder) / "data.npz", Path(folder) / "out.npz"
-        np.savez(data, ys=ys)
-        subprocess.run([python, str(script), str(data), str(out)], check=True, capture_output=True)
-        found = np.load(out)
-        answer = aligned(found["zs"], found["xs"], zs, xs)
-        seconds = float(found["seconds"])
-    return {"accuracy": answer.accuracy, "r_squared": answer.r_squared, "seconds": seconds}
+def by_ssm(path: Path, zs: np.ndarray, xs: np.ndarray) -> dict[str, Any]:
+    """Return the figures of the package ssm."""
+    found = np.load(path)
+    answer = aligned(found["zs"], found["xs"], zs, xs)
+    return {
+        "accuracy": answer.accuracy,
+        "r_squared": answer.r_squared,
+        "seconds": float(found["seconds"]),
+        "iterations": int(found["iterations"]),
+    }
 
 
 def draw(
@@ -215,7 +214,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=NUM_ROWS)
     parser.add_argument("--starts", type=int, default=1)
-    parser.add_argument("--ssm", help="a Python interpreter that has the package ssm")
+    parser.add_argument("--data", type=Path, help="write the series to this file, and stop")
+    parser.add_argument("--ssm", type=Path, help="the answer of the package ssm")
     parser.add_argument("--picture", type=Path, help="a file for the picture")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     arguments = parser.parse_args()
@@ -226,6 +226,9 @@ def main() -> None:
 
     simulated = truth().simulate(jax.random.key(SEED), arguments.rows)
     zs, xs, ys = (np.asarray(part) for part in simulated)
+    if arguments.data is not None:
+        np.savez(arguments.data, ys=ys)
+        return
     say(f"{arguments.rows} rows, of which {np.bincount(zs, minlength=4)} in each regime")
     model, figures = learn(simulated[2], arguments.starts, say)
     for name, law in [("true", truth()), ("learned", model)]:
@@ -244,7 +247,7 @@ def main() -> None:
     if arguments.picture is not None:
         draw(arguments.picture, model, answer, zs, xs)
     if arguments.ssm is not None:
-        figures["ssm"] = by_ssm(arguments.ssm, ys, zs, xs)
+        figures["ssm"] = by_ssm(arguments.ssm, zs, xs)
         say("ssm: " + json.dumps(figures["ssm"]))
     figures = {"rows": arguments.rows, "seed": SEED, "targets_reached": reached, **figures}
     if arguments.out is not None:

@@ -1,10 +1,9 @@
 """Fit the NASCAR series by the package ssm, in its own environment.
 
-    PYTHON benchmarks/switching_nascar_ssm.py DATA.npz OUT.npz [--iterations 100]
+    PYTHON_WITH_SSM benchmarks/switching_nascar_ssm.py DATA.npz ANSWER.npz [--iterations 100]
 
-`switching_nascar.py --ssm PYTHON` calls it with the interpreter of an environment that has ssm
-(Linderman et al.). The settings are those of its notebook on recurrent switching: Laplace EM with a
-structured mean-field posterior.
+The settings are those of the package's notebook on recurrent switching: Laplace EM with a
+structured mean-field posterior. `switching_nascar.py` writes the data and compares the answer.
 """
 
 import argparse
@@ -46,7 +45,14 @@ def main() -> None:
     seconds = time.perf_counter() - began
     xs = posterior.mean_continuous_states[0]
     zs = model.most_likely_states(xs, ys)
-    np.savez(arguments.out, xs=xs, zs=zs, seconds=seconds, elbos=np.asarray(elbos))
+    np.savez(
+        arguments.out,
+        xs=xs,
+        zs=zs,
+        seconds=seconds,
+        iterations=arguments.iterations,
+        elbos=np.asarray(elbos),
+    )
 
 
 if __name__ == "__main__":
