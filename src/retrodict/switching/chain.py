@@ -153,7 +153,7 @@ class Reversed(NamedTuple):
         return jax.nn.softmax(_by_regime(logs, zs, self.constants, self.whitener, shifts), axis=0)
 
     @property
-    def constants(self) -> Float[Array, "component regime"]:
+    def constants(self) -> Float[Array, "component *regime"]:
         """The log weights of the moves, with the constants of the densities of x'."""
         pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
         return self.log_weights + jnp.sum(jnp.log(pivots) - 0.5 * LOG_2PI, axis=-1)

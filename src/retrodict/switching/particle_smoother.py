@@ -345,10 +345,9 @@ def _update(
     impossible = increment == -jnp.inf
     # After a failure all successors have equal weights; the status reports it.
     log_weights = jnp.where(impossible, -math.log(joint.size), joint - increment)
-    kept, log_kept = _reduce(key, log_weights, resampling, threshold)
-    count, num_regimes = joint.shape
-    means, scales = (leaf.reshape(count * num_regimes, *leaf.shape[2:])[kept] for leaf in laws)
-    mixture = Mixture(log_kept, means, scales, (kept % num_regimes).astype(jnp.int32))
+    particles, regimes, log_kept = _reduce(key, log_weights, resampling, threshold)
+    means, scales = (leaf[particles, regimes] for leaf in laws)
+    mixture = Mixture(log_kept, means, scales, regimes)
     return _Step(mixture, increment, _effective(log_weights), impossible, jnp.any(undefined))
 
 
@@ -367,22 +366,32 @@ def _effective(log_weights: Float[Array, "..."]) -> Scalar:
 
 def _reduce(
     key: PRNGKey, log_weights: Successors, resampling: Reduction, threshold: float
-) -> tuple[Int[Array, "particle"], Float[Array, "particle"]]:
-    """Return N of the N K successors, in a flat array, and their normalised log weights."""
+) -> tuple[Int[Array, "particle"], Int[Array, "particle"], Float[Array, "particle"]]:
+    """Return the particle and the regime of N of the N K successors, and their log weights.
+
+    Successors are ordered by their regime first, and hence by the latest regimes of their path.
+    Neighbours then have similar laws of x_k, and systematic positions are spread over all laws.
+    Ordered by particle first, the weights have the period K: if those of the successors of one
+    particle sum to about 1/N, the same regime is drawn for all particles.
+    """
+    count = log_weights.shape[0]
+    flat = log_weights.T.reshape(-1)
+
+    def split(places: Array, log_kept: Array) -> tuple[Array, Array, Array]:
+        places = places.astype(jnp.int32)
+        return places % count, places // count, log_kept
+
     if resampling == "optimal":
-        return keep_optimally(key, log_weights.reshape(-1), log_weights.shape[0])
-    count, num_regimes = log_weights.shape
+        return split(*keep_optimally(key, flat, count))
     scheme: Scheme = resampling
 
-    def renewed() -> tuple[Array, Array]:
-        weights = jnp.exp(log_weights.reshape(-1))
-        equal = jnp.full(count, -math.log(count), log_weights.dtype)
-        return resample(scheme, key, weights, count), equal
+    def renewed() -> tuple[Array, Array, Array]:
+        equal = jnp.full(count, -math.log(count), flat.dtype)
+        return split(resample(scheme, key, jnp.exp(flat), count), equal)
 
-    def continued() -> tuple[Array, Array]:
+    def continued() -> tuple[Array, Array, Array]:
         regimes = jax.random.categorical(key, log_weights, axis=1).astype(jnp.int32)
-        kept = jnp.arange(count, dtype=jnp.int32) * num_regimes + regimes
-        return kept, jax.nn.logsumexp(log_weights, axis=1)
+        return jnp.arange(count, dtype=jnp.int32), regimes, jax.nn.logsumexp(log_weights, axis=1)
 
     return lax.cond(_effective(log_weights) < threshold * count, renewed, continued)
 
@@ -421,7 +430,7 @@ def keep_optimally(
     log_kept = jnp.where(heavy, log_weights, jnp.log(level))[places]
     used = jnp.arange(num_kept) < jnp.sum(kept)
     log_kept = jnp.where(used, log_kept, -jnp.inf)
-    return places.astype(jnp.int32), log_kept - jax.nn.logsumexp(log_kept)
+    return places, log_kept - jax.nn.logsumexp(log_kept)
 
 
 def _level(weights: Float[Array, "entry"], num_kept: int) -> Scalar:
