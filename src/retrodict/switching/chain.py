@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
 from retrodict._model import LOG_2PI
-from retrodict._numerics import gram, inverse_cholesky, linalg, nonsingular_law
+from retrodict._numerics import GaussianLaw, gram, inverse_cholesky, linalg, nonsingular_law
 from retrodict.particles import descend, uniforms
 from retrodict.switching.model import prepare_regimes, prepare_states
 
@@ -108,12 +108,16 @@ class Moves(eqx.Module):
         weights: F, of shape `(time-1, source, regime, state, state)`.
         biases: b, of shape `(time-1, source, regime, state)`.
         scale_trils: lower factors of Q, of shape `(time-1, source, regime, state, state)`.
+        origins: the law of the state of a component that moves to each regime, with axes
+            `(time-1, component, regime)`; `None` if it is the law of the component, as where the
+            regimes do not depend on the state.
     """
 
     log_probabilities: Float[Array, "*time component regime"]
     weights: Float[Array, "*time source regime state state"]
     biases: Float[Array, "*time source regime state"]
     scale_trils: Float[Array, "*time source regime state state"]
+    origins: GaussianLaw | None = None
 
 
 class Reversed(NamedTuple):
@@ -286,13 +290,16 @@ def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
         back = nonsingular_law.reverse(mean, scale, weight, bias, noise)
         return predicted, inverse_cholesky(spread), *back
 
-    over_targets = jax.vmap(reverse, in_axes=(None, None, 0, 0, 0))
+    origins, axis = moves.origins, 0
+    if origins is None:
+        origins, axis = GaussianLaw(laws.means, laws.scale_trils), None
+    over_targets = jax.vmap(reverse, in_axes=(axis, axis, 0, 0, 0))
     shared = moves.weights.shape[0] == 1
     over_sources = jax.vmap(over_targets, in_axes=(0, 0, *([None if shared else 0] * 3)))
     kernels = (moves.weights, moves.biases, moves.scale_trils)
     if shared:
         kernels = tuple(leaf[0] for leaf in kernels)
-    return Reversed(weights, *over_sources(laws.means, laws.scale_trils, *kernels))
+    return Reversed(weights, *over_sources(*origins, *kernels))
 
 
 class SwitchingMarginals(eqx.Module):
