@@ -5,6 +5,10 @@ from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
+from retrodict.switching.forecast import SwitchingForecast as SwitchingForecast
+from retrodict.switching.forecast import forecast as forecast
+from retrodict.switching.forecast import impute as impute
+from retrodict.switching.forecast import predictive as predictive
 from retrodict.switching.forward_backward import forward_backward as forward_backward
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
@@ -19,13 +23,17 @@ __all__ = [
     "Moves",
     "Regimes",
     "SwitchingChain",
+    "SwitchingForecast",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
     "enumerate_regimes",
+    "forecast",
     "forward_backward",
     "gpb2_smoother",
     "imm_smoother",
+    "impute",
+    "predictive",
 ]
 
 

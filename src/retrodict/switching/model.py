@@ -341,7 +341,7 @@ def lagged(ys: Float[Array, "time obs"], num_lags: int) -> Float[Array, "time la
 @eqx.filter_jit
 def _simulate(model: SwitchingModel, key: PRNGKey, num_times: int, us: Array | None) -> Any:
     first_key, path_key = jax.random.split(key)
-    count, obs_dim = model.num_regimes, _obs_dim(model, us)
+    count, obs_dim = model.num_regimes, obs_dim_of(model, us)
     dtype = jnp.result_type(float) if us is None else us.dtype
     regime_key, prior_key, emission_key = jax.random.split(first_key, 3)
     z = jax.random.categorical(regime_key, model.regimes.log_initial())
@@ -437,7 +437,7 @@ def prepare_switching_batch(
 
 def _check_series(model: SwitchingModel, series: Series) -> None:
     """Refuse data with the wrong number of columns, and gaps before rows that need lags."""
-    obs_dim = _obs_dim(model, series.inputs)
+    obs_dim = obs_dim_of(model, series.inputs)
     if series.ys.shape[-1] != obs_dim:
         raise ValueError(
             f"ys must have {obs_dim} columns for this model, got {series.ys.shape[-1]}."
@@ -490,7 +490,7 @@ def prepare_states(
     return jnp.zeros((zs.shape[0], 0), dtype)
 
 
-def _obs_dim(model: SwitchingModel, inputs: Float[Array, "*time input"] | None) -> int:
+def obs_dim_of(model: SwitchingModel, inputs: Float[Array, "*time input"] | None) -> int:
     """Return the dimension of observations, from the emission of the first regime."""
     dtype = jnp.result_type(float)
     part = _first(model.emission)
