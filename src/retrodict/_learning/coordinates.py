@@ -88,7 +88,11 @@ def _coordinates(arrays: PyTree, places: tuple[Array, ...]) -> Float[Array, "par
 
 def coordinates_of(model: StateSpaceModel) -> ModelCoordinates:
     """Return the coordinates of the parameters that `fit` and `fit_evidence` learn."""
-    model = learnable(model)
+    return coordinates_in(learnable(model))
+
+
+def coordinates_in(model: Any) -> ModelCoordinates:
+    """Return the coordinates of a model whose scales are parameters that stay positive."""
     moving = jax.tree.leaves(_learned_entries(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
     owners = dict(jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_constrained))

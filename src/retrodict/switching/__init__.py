@@ -13,6 +13,7 @@ from retrodict.switching.forward_backward import forward_backward as forward_bac
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
+from retrodict.switching.information import parameter_errors as parameter_errors
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
@@ -33,6 +34,7 @@ __all__ = [
     "gpb2_smoother",
     "imm_smoother",
     "impute",
+    "parameter_errors",
     "predictive",
 ]
 

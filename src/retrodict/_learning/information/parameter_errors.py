@@ -10,9 +10,14 @@ from retrodict._arrays import PRNGKey, check_count, check_key, is_concrete
 from retrodict._chains import AbstractBackwardChain
 from retrodict._exact import Grid, check_linear_gaussian
 from retrodict._expectations import check_chain
-from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
+from retrodict._learning.coordinates import ModelCoordinates, coordinates_in, coordinates_of
 from retrodict._learning.dataset import batch_for
-from retrodict._learning.information.exact import exact_information, grid_information
+from retrodict._learning.information.exact import (
+    Evidence,
+    evidence_information,
+    exact_information,
+    grid_information,
+)
 from retrodict._learning.information.louis import louis_information
 from retrodict._learning.information.result import (
     Information,
@@ -23,7 +28,7 @@ from retrodict._learning.information.result import (
     quantities,
 )
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, unwrap
+from retrodict._model import Series, StateSpaceModel, check_densities, is_linear_gaussian, unwrap
 from retrodict.distributed import sum_over_processes
 from retrodict.particles import AbstractBackwardSampler, ExactBackward
 
@@ -166,6 +171,29 @@ def parameter_errors(
     return _result(coordinates, estimate, read, level, method)
 
 
+def errors_of_evidence(
+    model: Any,
+    batch: Series,
+    evidence: Evidence,
+    *,
+    read: Callable[[Any], PyTree] | None = None,
+    level: float = 0.95,
+) -> ParameterErrors:
+    """Compute standard errors from the curvature of any differentiable log-evidence.
+
+    Args:
+        model: the model, whose scales are parameters that stay positive.
+        batch: the series.
+        evidence: the log-evidence of an unwrapped model and one series.
+        read: the quantities of interest, as in `parameter_errors`.
+        level: the probability of the intervals.
+    """
+    coordinates = _checked(coordinates_in(model))
+    estimate = evidence_information(coordinates, batch, evidence)
+    _refuse_undefined(estimate.score, estimate.information, coordinates.names)
+    return _result(coordinates, estimate, read, level, "exact")
+
+
 def _result(
     coordinates: ModelCoordinates,
     estimate: Information,
@@ -206,7 +234,11 @@ def _result(
 
 
 def _coordinates(model: StateSpaceModel) -> ModelCoordinates:
-    coordinates = coordinates_of(model)
+    return _checked(coordinates_of(model))
+
+
+def _checked(coordinates: ModelCoordinates) -> ModelCoordinates:
+    """Refuse models without parameters, with too many, or with traced ones."""
     count = len(coordinates.names)
     if count == 0:
         raise ValueError(
