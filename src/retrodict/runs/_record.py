@@ -195,14 +195,21 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
+OBJECTIVES = {
+    "log-evidence": "log-likelihood",
+    "exact evidence": "log-likelihood",
+    "approximate evidence": "log-likelihood by GPB2, an approximation,",
+}
+"""Objectives in words."""
+
+
 def likelihood_in_words(results: Mapping[str, Any]) -> str:
     """Describe the log-likelihood of a fitted model, in total and per row.
 
     Args:
         results: the results in the record of a run.
     """
-    exact = results["objective"] == "log-evidence"
-    what = "log-likelihood" if exact else "ELBO, a lower bound of the log-likelihood,"
+    what = OBJECTIVES.get(results["objective"], "ELBO, a lower bound of the log-likelihood,")
     if results["nats_per_row"] is None:
         return f"{what} –"
     words = f"{results['nats_per_row']:.4f} nats per observed row"

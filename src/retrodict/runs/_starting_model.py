@@ -11,7 +11,8 @@ import retrodict as rd
 from retrodict import models
 from retrodict._interface import ModelArgument
 from retrodict.runs._record import RunError
-from retrodict.runs._run import AnyTable
+from retrodict.runs._run import AnyModel, AnyTable
+from retrodict.runs._switching import refuse_series
 
 PERIODS = {
     "1h": (24, "hours of a day"),
@@ -54,7 +55,7 @@ def with_period(spec: models.ModelSpec, table: AnyTable) -> tuple[models.ModelSp
     return dataclasses.replace(spec, options={**spec.options, "period": period}), words
 
 
-def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) -> rd.StateSpaceModel:
+def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) -> AnyModel:
     """Return the model that a fit starts from, with starting values from the data.
 
     Args:
@@ -106,7 +107,21 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
             f" {{columns}}",
             columns=...,
         )
+    if isinstance(model, rd.switching.SwitchingModel):
+        _refuse_regimes(model, table)
     return model
+
+
+def _refuse_regimes(model: rd.switching.SwitchingModel, table: AnyTable) -> None:
+    """Refuse more regimes than rows, and series that the lags of the model do not fit."""
+    rows = table.summary.num_rows_observed
+    if model.num_regimes > rows:
+        raise RunError(
+            f"{table.source} has {rows} observed rows, fewer than the {model.num_regimes} regimes;"
+            " set a smaller number of {regimes}.",
+            regimes=ModelArgument("regimes", 2, model="markov_switching"),
+        )
+    refuse_series(model, table.leading_series())
 
 
 def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
@@ -122,7 +137,8 @@ def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
     except models.ModelError:
         return  # the number of columns is fixed
     num_states = one.state_dim + (len(table.names) - 1) * (two.state_dim - one.state_dim)
-    rows = table.summary.longest if one.is_linear_gaussian else 0
+    is_dense = getattr(one, "is_linear_gaussian", False)
+    rows = table.summary.longest if is_dense else 0
     needed = 8 * num_states**2 * (rows + NUM_MATRICES)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
@@ -135,8 +151,12 @@ def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
         )
 
 
-def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
+def _num_observed(model: AnyModel, num_inputs: int) -> int:
     """Return the number of columns of an observation, from its shape."""
+    if isinstance(model, rd.switching.SwitchingModel):
+        us = jnp.zeros((1, num_inputs)) if model.takes_input else None
+        path = eqx.filter_eval_shape(lambda key: model.simulate(key, 1, inputs=us), jax.random.key(0))
+        return path[2].shape[1]
     emission = rd.unwrap(model).emission
     draw = eqx.filter_eval_shape(
         lambda key, x, u: emission.sample(key, x, u),

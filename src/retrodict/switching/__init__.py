@@ -5,6 +5,7 @@ from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
+from retrodict.switching.fit_evidence import fit_evidence as fit_evidence
 from retrodict.switching.forecast import SwitchingForecast as SwitchingForecast
 from retrodict.switching.forecast import forecast as forecast
 from retrodict.switching.forecast import impute as impute
@@ -29,6 +30,7 @@ __all__ = [
     "SwitchingModel",
     "SwitchingPosterior",
     "enumerate_regimes",
+    "fit_evidence",
     "forecast",
     "forward_backward",
     "gpb2_smoother",
