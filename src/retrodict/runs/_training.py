@@ -16,6 +16,7 @@ from retrodict import data, models
 from retrodict._workspace import Folder
 from retrodict.runs._record import RunError
 from retrodict.runs._run import AnyModel, AnyTable, with_structure_of
+from retrodict.runs._check_regimes import summarise_regimes
 from retrodict.runs._switching import posterior_of
 
 FAMILIES = {
@@ -138,6 +139,7 @@ def fit_regimes(
     posterior = posterior_of(rd.unwrap(fitted), ys, table.mask, table.inputs, table.length)
     details = {
         "starts": len(starts),
+        "regimes": summarise_regimes(fitted, table, 0),
         "starts_at_best": int(np.sum(finite >= finite.max() - SAME)) if finite.size else 0,
     }
     return Learned(
