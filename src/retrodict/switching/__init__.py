@@ -4,6 +4,8 @@ from retrodict.switching.chain import Mixture as Mixture
 from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
+from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
+from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.fit_evidence import fit_evidence as fit_evidence
 from retrodict.switching.forecast import SwitchingForecast as SwitchingForecast
@@ -14,7 +16,10 @@ from retrodict.switching.forward_backward import forward_backward as forward_bac
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
+from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
+from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.information import parameter_errors as parameter_errors
+from retrodict.switching.initialise import initialise as initialise
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
@@ -25,17 +30,21 @@ __all__ = [
     "Moves",
     "Regimes",
     "SwitchingChain",
+    "SwitchingEMResult",
     "SwitchingForecast",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
+    "em",
     "enumerate_regimes",
     "fit_evidence",
     "forecast",
     "forward_backward",
     "gpb2_smoother",
     "imm_smoother",
+    "importance_smoother",
     "impute",
+    "initialise",
     "parameter_errors",
     "predictive",
 ]
