@@ -233,11 +233,11 @@ def regimes_in_words(results: Mapping[str, Any]) -> str:
         results: the results in the record of a run.
     """
     lines = [
-        f"{name}: {_figure(line['share'], '.1%')} of the rows, expected duration"
+        f"{name} has {_figure(line['share'], '.1%')} of the rows and an expected duration of"
         f" {_figure(line['expected_duration'], '.1f')} rows"
         for name, line in results.get("regimes", {}).items()
     ]
-    return f"{'; '.join(lines)}." if lines else ""
+    return f"Regimes: {'; '.join(lines)}." if lines else ""
 
 
 def _figure(value: float | None, form: str) -> str:

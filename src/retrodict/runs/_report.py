@@ -100,7 +100,11 @@ def write_report(
     content = ReportContent(
         title=f"{run.spec.reference}: {', '.join(table.names)}",
         verdict=None if checked.worst == "unknown" else checked.worst,
-        summary=[checked.verdict, *scope, _how(results), *_regimes_in_words(results)],
+        summary=[
+            text
+            for text in (checked.verdict, *scope, _how(results), regimes_in_words(results))
+            if text
+        ],
         data=described,
         series=_series(run, table, steps, level, seed),
         level=level,
@@ -187,12 +191,6 @@ def _how(results: Mapping[str, Any]) -> str:
     if results["method"] == "exact":
         return f"The model is linear and Gaussian: smoothing is exact. {value}"
     return f"Smoothing is by a family trained on series simulated from the fitted model. {value}"
-
-
-def _regimes_in_words(results: Mapping[str, Any]) -> list[str]:
-    """Return the paragraph on the regimes, if there are any."""
-    words = regimes_in_words(results)
-    return [f"{words[0].upper()}{words[1:]}"] if words else []
 
 
 def _parameter(name: str, line: Mapping[str, Any]) -> ParameterLine:

@@ -46,6 +46,9 @@ NUM_STARTS = 10
 MAX_SWITCHING_STEPS = 200
 """Steps from each of these starts."""
 
+NUM_EM_STARTS, MAX_EM_STEPS = 3, 100
+"""Starts and steps of EM, for models with a free kernel per regime."""
+
 SAME = 0.01
 """Starts whose log-evidence differs by less, in nats, have reached the same maximum."""
 
@@ -110,14 +113,7 @@ def fit_regimes(
         raise RunError("A model with regimes is fitted by one process; run `fit` without the job.")
 
     def compute() -> dict[str, Any]:
-        result = rd.switching.fit_evidence(
-            key,
-            model,
-            **table.batch(),
-            num_starts=NUM_STARTS,
-            num_steps=MAX_SWITCHING_STEPS,
-            progress=False,
-        )
+        result, starts = _search(key, model, table)
         fitted = with_structure_of(model, result.model)
         order = models.canonical_order(fitted)
         if order is not None:
@@ -126,7 +122,7 @@ def fit_regimes(
             **_leaves(fitted),
             "history": result.history,
             "status": np.array(result.status),
-            "starts": np.asarray(result.start_values),
+            "starts": np.asarray(starts, float),
         }
 
     stage = folder.stage("the parameters, by their evidence", compute)
@@ -151,6 +147,31 @@ def fit_regimes(
         search=status,
         details=details,
     )
+
+
+def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> tuple[Any, Any]:
+    """Return the best fit of several starts, and the log-evidence that each start reached.
+
+    The parameters of ready models are tied across regimes and follow the gradient. A model with one
+    kernel per regime, whose parts are free, is started and learned by regressions (EM).
+    """
+    if model.is_finite or models.canonical_order(model) is not None:
+        result = rd.switching.fit_evidence(
+            key,
+            model,
+            **table.batch(),
+            num_starts=NUM_STARTS,
+            num_steps=MAX_SWITCHING_STEPS,
+            progress=False,
+        )
+        return result, result.start_values
+    start_key, em_key = jax.random.split(key)
+    batch = table.batch()
+    start = rd.switching.initialise(start_key, model, **batch)
+    result = rd.switching.em(
+        em_key, start, **batch, num_starts=NUM_EM_STARTS, num_iterations=MAX_EM_STEPS
+    )
+    return result, result.start_evidences * table.summary.num_rows
 
 
 def _leaves(model: AnyModel) -> dict[str, Any]:
