@@ -48,6 +48,9 @@ LINES = (
 
 SECONDS_PER_YEAR = 365.2425 * 24 * 3600
 
+MAX_MARKS = 5
+"""A legend with more entries has two rows."""
+
 MAX_VECTORS = 5000
 """Longer series are drawn as pixels, also in SVG and PDF files."""
 
@@ -268,8 +271,9 @@ def _legend(figure: Any, axes: Sequence[Any]) -> None:
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             marks.setdefault(label, handle)
+    columns = len(marks) if len(marks) <= MAX_MARKS else -(-len(marks) // 2)
     legend = figure.legend(
-        marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks)
+        marks.values(), marks.keys(), loc="outside lower center", ncols=columns
     )
     for handle in legend.legend_handles:  # visible in the legend, however fine the marks are
         if not hasattr(handle, "get_marker"):

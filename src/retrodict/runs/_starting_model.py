@@ -6,13 +6,14 @@ import os
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import retrodict as rd
 from retrodict import models
 from retrodict._interface import ModelArgument
 from retrodict.runs._record import RunError
 from retrodict.runs._run import AnyModel, AnyTable
-from retrodict.runs._switching import refuse_series
+from retrodict.runs._switching import by_regressions, refuse_series
 
 PERIODS = {
     "1h": (24, "hours of a day"),
@@ -108,11 +109,13 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
             columns=...,
         )
     if isinstance(model, rd.switching.SwitchingModel):
-        _refuse_regimes(model, table)
+        _refuse_regimes(model, spec, table)
     return model
 
 
-def _refuse_regimes(model: rd.switching.SwitchingModel, table: AnyTable) -> None:
+def _refuse_regimes(
+    model: rd.switching.SwitchingModel, spec: models.ModelSpec, table: AnyTable
+) -> None:
     """Refuse more regimes than rows, and series that the lags of the model do not fit."""
     rows = table.summary.num_rows_observed
     if model.num_regimes > rows:
@@ -122,6 +125,13 @@ def _refuse_regimes(model: rd.switching.SwitchingModel, table: AnyTable) -> None
             regimes=ModelArgument("regimes", 2, model="markov_switching"),
         )
     refuse_series(model, table.leading_series())
+    if by_regressions(model):
+        mask = table.leading_series().mask
+        if np.any(mask.any(axis=2) != mask.all(axis=2)):
+            raise RunError(
+                f"{table.source}: {spec.reference} is learned from rows that are complete or missing"
+                " altogether; fill in the rows that miss some columns, or leave these rows out."
+            )
 
 
 def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:

@@ -17,7 +17,7 @@ from retrodict._workspace import Folder
 from retrodict.runs._record import RunError
 from retrodict.runs._run import AnyModel, AnyTable, with_structure_of
 from retrodict.runs._check_regimes import summarise_regimes
-from retrodict.runs._switching import posterior_of
+from retrodict.runs._switching import by_regressions, posterior_of
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -152,10 +152,9 @@ def fit_regimes(
 def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> tuple[Any, Any]:
     """Return the best fit of several starts, and the log-evidence that each start reached.
 
-    The parameters of ready models are tied across regimes and follow the gradient. A model with one
-    kernel per regime, whose parts are free, is started and learned by regressions (EM).
+    A model that is learned by regressions takes its starting values from local ones.
     """
-    if model.is_finite or models.canonical_order(model) is not None:
+    if not by_regressions(model):
         result = rd.switching.fit_evidence(
             key,
             model,

@@ -12,6 +12,7 @@ from retrodict._arrays import PRNGKey, as_probabilities, check_count, check_key
 from retrodict._expectations import Marginals, complete_row, conditional_moments, moments_over_paths
 from retrodict._model import (
     AbstractKernel,
+    AbstractLinearGaussianKernel,
     DistributionKernel,
     Gaussian,
     LinearGaussianKernel,
@@ -23,6 +24,7 @@ from retrodict._numerics import linalg
 from retrodict.switching.chain import Mixture, SwitchingChain
 from retrodict.switching.model import (
     SwitchingModel,
+    each,
     lagged,
     obs_dim_of,
     over_regimes,
@@ -282,13 +284,13 @@ def _forecast(
         log_row = model.regimes.log_transition(x, u)[z]
         row, z = jnp.exp(log_row), jax.random.categorical(regime_key, log_row)
         moments = (x, jnp.zeros((x.shape[0], x.shape[0]), x.dtype))
-        if not model.is_finite:
-            x, moments = _step(model.transition, count, state_key, x, u, row, z)
-        given = lags if model.is_finite else x
-        weights = law if exact else row
-        if not model.is_finite:
-            weights = jax.nn.one_hot(z, count, dtype=x.dtype)
-        y, of_row = _step(model.emission, count, emission_key, given, u, weights, z)
+        if model.is_finite:
+            y, laws = _step(model.emission, count, emission_key, lags, u, z)
+            of_row = _mixed(law if exact else row, *laws)
+        else:
+            x, laws = _step(model.transition, count, state_key, x, u, z)
+            moments = _mixed(row, *laws)
+            y, of_row = _observed(model, emission_key, x, z, row, laws, u)
         lags = jnp.concatenate([y.astype(lags.dtype), lags])[: lags.shape[0]]
         return (z, x, lags), (z, x, y, row, *of_row, *moments)
 
@@ -314,24 +316,48 @@ def _forecast(
     return SwitchingForecast(laws, zs, xs, ys, *parts)
 
 
-def _step(
-    part: Any,
-    count: int,
+def _observed(
+    model: SwitchingModel,
     key: PRNGKey,
     x: Array,
-    u: Array | None,
-    weights: Float[Array, "regime"],
     z: Int[Array, ""],
+    row: Float[Array, "regime"],
+    laws: tuple[Array, Array],
+    u: Array | None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Draw from the kernel of regime z; return the moments over all regimes as well."""
+    """Draw an observation of a state; return its moments given the state before if they exist.
+
+    Args:
+        model: a model with a continuous state.
+        key: a typed key.
+        x: the drawn state.
+        z: the drawn regime.
+        row: the probabilities of the regimes given the path before.
+        laws: the moments of the state in each regime, given the path before.
+        u: the input.
+    """
+    count = model.num_regimes
+    y, given_state = _step(model.emission, count, key, x, u, z)
+    if all(isinstance(part, AbstractLinearGaussianKernel) for part in each(model.emission)):
+        moments = over_regimes(
+            model.emission, count, lambda part, *moments: part.propagate(*moments, u), *laws
+        )
+        return y, _mixed(row, *moments)
+    return y, jax.tree.map(lambda leaf: leaf[z], given_state)
+
+
+def _step(
+    part: Any, count: int, key: PRNGKey, x: Array, u: Array | None, z: Int[Array, ""]
+) -> tuple[Array, tuple[Array, Array]]:
+    """Draw from the kernel of regime z; return the moments in each regime as well."""
 
     def of_regime(part: Any) -> tuple[Array, Array, Array]:
         kernel = kernel_of_part(part)
-        draw = kernel.sample(key, x, u).astype(weights.dtype)
+        draw = kernel.sample(key, x, u).astype(x.dtype)
         return draw, *conditional_moments(kernel, x, u, draw)
 
     draws, means, covariances = over_regimes(part, count, of_regime)
-    return draws[z], _mixed(weights, means, covariances)
+    return draws[z], (means, covariances)
 
 
 def _draw_last(terminal: Mixture, key: PRNGKey, num_samples: int) -> tuple[Array, Array]:
