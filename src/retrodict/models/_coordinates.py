@@ -90,9 +90,7 @@ NOT_BY_COLUMN = ("dynamics", "state_scale")
 """Parameters of ready models that belong to states, not to columns."""
 
 
-def entry_name(
-    model: Model, name: str, index: tuple[int, ...], columns: Sequence[str]
-) -> str:
+def entry_name(model: Model, name: str, index: tuple[int, ...], columns: Sequence[str]) -> str:
     """Return the name of one entry of a parameter, by the column or the state that it belongs to.
 
     Entries of other than ready models are named by their index.

@@ -187,9 +187,7 @@ def markov_switching(
     coefficients = None
     if order:
         switches = "autoregression" in names
-        coefficients = StationaryCoefficients(
-            _per_regime(0.0, switches, regimes, obs_dim, order)
-        )
+        coefficients = StationaryCoefficients(_per_regime(0.0, switches, regimes, obs_dim, order))
     equation = SwitchingNormal(
         real(start, regimes, obs_dim) if "mean" in names else real(0.0, obs_dim),
         Positive(_per_regime(1.0, "variance" in names, regimes, obs_dim)),

@@ -199,7 +199,12 @@ def chart_data(series: Sequence[PlottedSeries], level: str) -> dict[str, Any]:
 
     shades = {"colours": REGIMES, "opacity": SHADE}
     tree = [{"name": visible(s.name), "panels": [panel(p) for p in s.panels]} for s in series]
-    return {"level": level, "shades": shades, "axes": [axis for _, axis in axes.values()], "series": tree}
+    return {
+        "level": level,
+        "shades": shades,
+        "axes": [axis for _, axis in axes.values()],
+        "series": tree,
+    }
 
 
 def _axis(times: np.ndarray) -> dict[str, Any]:

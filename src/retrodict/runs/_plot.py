@@ -10,7 +10,15 @@ import numpy as np
 
 from retrodict._files import write_atomically
 from retrodict._pages import render_figure, visible
-from retrodict.runs._report_content import Band, Curve, Panel, Shade, is_dated, milliseconds, percent
+from retrodict.runs._report_content import (
+    Band,
+    Curve,
+    Panel,
+    Shade,
+    is_dated,
+    milliseconds,
+    percent,
+)
 
 FORMATS = (".png", ".svg", ".pdf")
 """The suffixes of the files that `plot` writes."""
@@ -272,9 +280,7 @@ def _legend(figure: Any, axes: Sequence[Any]) -> None:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             marks.setdefault(label, handle)
     columns = len(marks) if len(marks) <= MAX_MARKS else -(-len(marks) // 2)
-    legend = figure.legend(
-        marks.values(), marks.keys(), loc="outside lower center", ncols=columns
-    )
+    legend = figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=columns)
     for handle in legend.legend_handles:  # visible in the legend, however fine the marks are
         if not hasattr(handle, "get_marker"):
             continue  # a shaded regime

@@ -313,9 +313,7 @@ def parameter_entries(model: AnyModel, columns: Sequence[str]) -> dict[str, Entr
     }
 
 
-def with_structure_of(
-    before: AnyModel, learned: AnyModel
-) -> AnyModel:
+def with_structure_of(before: AnyModel, learned: AnyModel) -> AnyModel:
     """Return the learned model with the structure of the original model.
 
     Scales that were plain arrays are wrapped while they are learned, to stay positive. A checkpoint

@@ -165,7 +165,9 @@ def _num_observed(model: AnyModel, num_inputs: int) -> int:
     """Return the number of columns of an observation, from its shape."""
     if isinstance(model, rd.switching.SwitchingModel):
         us = jnp.zeros((1, num_inputs)) if model.takes_input else None
-        path = eqx.filter_eval_shape(lambda key: model.simulate(key, 1, inputs=us), jax.random.key(0))
+        path = eqx.filter_eval_shape(
+            lambda key: model.simulate(key, 1, inputs=us), jax.random.key(0)
+        )
         return path[2].shape[1]
     emission = rd.unwrap(model).emission
     draw = eqx.filter_eval_shape(

@@ -75,9 +75,7 @@ def posterior_of(
     model: rd.switching.SwitchingModel, ys: Any, mask: Any, us: Any, length: Any
 ) -> rd.switching.SwitchingPosterior:
     """Return the posterior of each series of a batch, by the smoother that runs use."""
-    smoother: Any = (
-        rd.switching.forward_backward if model.is_finite else rd.switching.gpb2_smoother
-    )
+    smoother: Any = rd.switching.forward_backward if model.is_finite else rd.switching.gpb2_smoother
 
     def one(ys: Any, mask: Any, us: Any, length: Any) -> Any:
         return smoother(model, ys, mask=mask, inputs=us, length=length)
@@ -175,7 +173,9 @@ def replicates(
 
 
 @eqx.filter_jit
-def drawn_states(keys: Any, chain: Any, num_samples: int) -> Float[Array, "batch sample time state"]:
+def drawn_states(
+    keys: Any, chain: Any, num_samples: int
+) -> Float[Array, "batch sample time state"]:
     """Draw paths of the states of each series."""
     return eqx.filter_vmap(lambda key, chain: chain.sample(key, num_samples)[1])(keys, chain)
 
