@@ -12,6 +12,7 @@ from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
+from retrodict.switching.viterbi import most_probable_path as most_probable_path
 
 __all__ = [
     "AbstractRegimes",
@@ -26,6 +27,7 @@ __all__ = [
     "forward_backward",
     "gpb2_smoother",
     "imm_smoother",
+    "most_probable_path",
 ]
 
 

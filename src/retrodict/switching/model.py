@@ -286,7 +286,7 @@ def transition_log_probs(
     )
 
 
-def log_transitions(model: SwitchingModel, series: Series) -> Float[Array, "time-1 regime regime"]:
+def log_transitions(model: SwitchingModel, series: Series) -> Float[Array, "step regime regime"]:
     """Return log p(z_k = j | z_{k-1} = i) of every step, for regimes that ignore the state."""
     count, steps = model.num_regimes, series.num_times - 1
     if series.inputs is None or not model.regimes.takes_input:

@@ -152,9 +152,9 @@ class Regimes(AbstractRegimes):
         if regimes.state_weight is not None:
             if x is None:
                 raise ValueError("The regimes depend on the state: pass x, got None.")
-            logits = logits + linalg.matvec(regimes.state_weight, x)
+            logits = logits + linalg.matvec(regimes.state_weight, x)[None]
         if regimes.input_weight is not None:
-            logits = logits + linalg.matvec(regimes.input_weight, require_input(u))
+            logits = logits + linalg.matvec(regimes.input_weight, require_input(u))[None]
         return jax.nn.log_softmax(logits, axis=-1)
 
 
