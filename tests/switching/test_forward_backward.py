@@ -46,8 +46,8 @@ def lagged_model(count: int) -> SwitchingModel:
 
 
 def density(mean, scale, y, observed):
-    law = scipy.stats.norm(mean, scale)
-    return np.sum(np.where(observed, law.logpdf(np.where(observed, y, 0.0)), 0.0))
+    terms = scipy.stats.norm.logpdf(np.where(observed, y, 0.0), mean, scale)
+    return np.sum(np.where(observed, terms, 0.0))
 
 
 def emission_tables(model, ys, us, observed):

@@ -102,14 +102,14 @@ def _sequential_scan(
         return law - shift, shift
 
     def step(law: Array, at: tuple) -> tuple[Array, tuple]:
-        log_matrix, row, real = at
-        matrix = (shared, probabilities) if log_matrix is None else log_matrix
+        matrix, row, real = at
+        matrix = fixed if matrix is None else matrix
         new, shift = shifted(_predicted(law, *matrix) + row)
         if real is not None:
             new = jnp.where(real, new, law)
         return new, (new, shift)
 
-    probabilities = None if shared is None else jnp.exp(shared)
+    fixed: Any = None if shared is None else (shared, jnp.exp(shared))
     varying = None if shared is not None else (matrices, jnp.exp(matrices))
     start, shift = shifted(first)
     _, (rest, shifts) = lax.scan(step, start, (varying, table, exists))
