@@ -10,7 +10,10 @@ from retrodict.particles.ffbsi import ParticlePosterior as ParticlePosterior
 from retrodict.particles.ffbsi import ffbsi as ffbsi
 from retrodict.particles.guided_smoother import GuidedPosterior as GuidedPosterior
 from retrodict.particles.guided_smoother import guided_smoother as guided_smoother
+from retrodict.particles.importance import AT_ONCE as AT_ONCE
+from retrodict.particles.importance import AbstractImportance as AbstractImportance
 from retrodict.particles.importance import ImportancePosterior as ImportancePosterior
+from retrodict.particles.importance import correction as correction
 from retrodict.particles.importance import importance_smoother as importance_smoother
 from retrodict.particles.importance import importance_weighted_bound as importance_weighted_bound
 from retrodict.particles.importance import log_weights_of as log_weights_of

@@ -9,6 +9,8 @@ from retrodict.switching.forward_backward import forward_backward as forward_bac
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
+from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
+from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
@@ -28,6 +30,7 @@ __all__ = [
     "gpb2_smoother",
     "imm_smoother",
     "most_probable_path",
+    "importance_smoother",
 ]
 
 

@@ -37,6 +37,15 @@ from retrodict.switching.model import prepare_regimes, prepare_states
 class Mixture(eqx.Module):
     """The filtering laws q_k: mixtures whose components carry a regime.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> law = rd.switching.Mixture(
+        ...     jnp.log(jnp.array([0.25, 0.75])), jnp.zeros((2, 1)), jnp.ones((2, 1, 1)),
+        ...     jnp.array([0, 1]),
+        ... )
+        >>> law.probabilities(2).round(2).tolist(), law.covariance.tolist()
+        ([0.25, 0.75], [[1.0]])
+
     Attributes:
         log_weights: log w, of shape `(time, component)`, normalised at each time.
         means: m, of shape `(time, component, state)`.
@@ -78,6 +87,20 @@ class Moves(eqx.Module):
 
     The axis `source` has one entry per component, or a single one if all components of a time move
     alike.
+
+    Example:
+        A chain of two rows and one regime, which is a random walk:
+
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> laws = rd.switching.Mixture(
+        ...     jnp.zeros((2, 1)), jnp.zeros((2, 1, 1)), jnp.ones((2, 1, 1, 1)),
+        ...     jnp.zeros((2, 1), int),
+        ... )
+        >>> one = jnp.ones((1, 1, 1, 1, 1))
+        >>> moves = rd.switching.Moves(jnp.zeros((1, 1, 1)), one, 0 * one[..., 0], one)
+        >>> chain = rd.switching.SwitchingChain(laws, moves)
+        >>> print(round(float(chain.log_prob(jnp.array([0, 0]), jnp.zeros((2, 1)))), 3))
+        -1.491
 
     Attributes:
         log_probabilities: log t, of shape `(time-1, component, regime)`.
@@ -156,6 +179,17 @@ def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
 
 class SwitchingMarginals(eqx.Module):
     """Smoothed moments of regimes and states.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model = rd.switching.SwitchingModel(
+        ...     rd.switching.Regimes.from_probabilities([0.5, 0.5], [[0.9, 0.1], [0.1, 0.9]]),
+        ...     emission=[rd.Gaussian(jnp.full(1, m), jnp.eye(1)) for m in (0.0, 3.0)],
+        ... )
+        >>> chain = rd.switching.forward_backward(model, jnp.array([[0.1], [2.5], [3.0]])).chain
+        >>> moments = chain.marginals()
+        >>> moments.regimes.tolist(), moments.pairs.shape
+        ([0, 1, 1], (2, 2, 2))
 
     Attributes:
         probabilities: P(z_k = j), of shape `(time, regime)`.
@@ -248,7 +282,7 @@ class SwitchingChain(eqx.Module):
         return self.laws.means.shape[-1]
 
     @property
-    def filtered(self) -> Float[Array, "time regime"]:
+    def filtered(self) -> Float[Array, "*batch time regime"]:
         """The probabilities of the regimes under the filtering laws."""
         if self.state_dim == 0:
             return jnp.exp(self.laws.log_weights)
@@ -458,7 +492,7 @@ def _finite_marginals(chain: SwitchingChain, parallel: bool) -> SwitchingMargina
 def _sampled_marginals(chain: SwitchingChain, trace: SwitchingTrace) -> SwitchingMarginals:
     count = trace.zs.shape[0]
     mean = jnp.mean(trace.means, axis=0)
-    shifts = trace.means - mean
+    shifts = trace.means - mean[None]
     between = jnp.einsum("sti,stj->tij", shifts, shifts) / count
     later = jax.nn.one_hot(trace.zs[:, 1:], chain.num_regimes, dtype=mean.dtype)
     pairs = jnp.einsum("sti,stj->tij", trace.probabilities[:, :-1], later) / count
