@@ -4,6 +4,8 @@ from retrodict.switching.chain import Mixture as Mixture
 from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
+from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
+from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.forward_backward import forward_backward as forward_backward
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
@@ -11,6 +13,7 @@ from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
 from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
 from retrodict.switching.importance import importance_smoother as importance_smoother
+from retrodict.switching.initialise import initialise as initialise
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
@@ -22,15 +25,18 @@ __all__ = [
     "Moves",
     "Regimes",
     "SwitchingChain",
+    "SwitchingEMResult",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
+    "em",
     "enumerate_regimes",
     "forward_backward",
     "gpb2_smoother",
     "imm_smoother",
     "most_probable_path",
     "importance_smoother",
+    "initialise",
 ]
 
 
