@@ -1,18 +1,24 @@
 """Switching models: regimes and continuous states together."""
 
+from retrodict.switching.autoregression import markov_autoregression as markov_autoregression
 from retrodict.switching.chain import Mixture as Mixture
 from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
-from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
 from retrodict.switching.em import em as em
+from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
+from retrodict.switching.evidence import log_evidence as log_evidence
+from retrodict.switching.fit_evidence import fit_evidence as fit_evidence
+from retrodict.switching.fit_result import SwitchingFit as SwitchingFit
 from retrodict.switching.forward_backward import forward_backward as forward_backward
-from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
-from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
+from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
+from retrodict.switching.histories import base_probabilities as base_probabilities
+from retrodict.switching.histories import RegimeHistories as RegimeHistories
 from retrodict.switching.importance import importance_smoother as importance_smoother
+from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
 from retrodict.switching.initialise import initialise as initialise
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
@@ -23,20 +29,27 @@ __all__ = [
     "AbstractRegimes",
     "Mixture",
     "Moves",
+    "RegimeHistories",
     "Regimes",
     "SwitchingChain",
     "SwitchingEMResult",
+    "SwitchingFit",
+    "SwitchingImportance",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
+    "base_probabilities",
     "em",
     "enumerate_regimes",
+    "fit_evidence",
     "forward_backward",
     "gpb2_smoother",
     "imm_smoother",
-    "most_probable_path",
     "importance_smoother",
     "initialise",
+    "log_evidence",
+    "markov_autoregression",
+    "most_probable_path",
 ]
 
 
