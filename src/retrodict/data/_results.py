@@ -295,9 +295,9 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     """Return moments and draws as a pandas frame, one row per existing time.
 
     Probabilities of regimes are the columns `regime_1`, `regime_2`, ..., and `regime` is the most
-    probable one. Each coordinate of the state, and each observed column with draws, has the columns `NAME_mean`,
-    `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval of
-    probability `level`. They are exact quantiles for Gaussian laws, and else quantiles of draws,
+    probable one. Each coordinate of the state, and each observed column with draws, has the columns
+    `NAME_mean`, `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval
+    of probability `level`. They are exact quantiles for Gaussian laws, and else quantiles of draws,
     which are meaningful for a posterior with two modes too. The law is assumed Gaussian only if
     nothing but `mean` and `covariance` is given. Without a result, the frame holds the observations
     and inputs of the table.

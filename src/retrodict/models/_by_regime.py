@@ -24,13 +24,14 @@ from retrodict._model import (
 )
 from retrodict.models._equations import AbstractNamed, numpyro_distributions
 from retrodict.models._parameters import named_parameters, with_parameters
-from retrodict.switching import AbstractRegimes, SwitchingModel
+from retrodict.switching import RegimeHistories, SwitchingModel
 
 TRANSITION = "transition_probabilities"
 """The name of the parameter with two axes `regime`."""
 
 NUM_AXES = {
     "mean": 1,
+    "intercept": 1,
     "rate": 1,
     "drift": 1,
     "level_scale": 1,
@@ -82,45 +83,30 @@ class TransitionProbabilities(AbstractConstrained):
         return 0.0, 1.0
 
 
-class StationaryRegimes(AbstractRegimes, AbstractNamed):
-    """Regimes whose first law is the stationary law of their transition.
+class StationaryRegimes(AbstractParameter, AbstractNamed):
+    """Parameter whose value is a chain of regimes that starts in its stationary law.
 
     Attributes:
         transition_probabilities: of shape `(regime, regime)`, one row per earlier regime.
+        order: the number of earlier regimes that rows depend on.
     """
 
     transition_probabilities: Any
+    order: int = eqx.field(static=True, default=0)
 
     @property
-    def num_regimes(self) -> int:
-        """The number K of regimes."""
-        return unwrap(self.transition_probabilities).shape[-1]
-
-    @property
-    def takes_input(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def takes_state(self) -> bool:
-        """False."""
-        return False
-
-    def log_initial(self) -> Float[Array, "regime"]:
-        """Return the log of the law p with p = p T, the solution of p (I − T + 1 1ᵀ) = 1ᵀ."""
+    def value(self) -> RegimeHistories:
+        """The law of the regimes."""
         matrix = unwrap(self.transition_probabilities)
-        count = matrix.shape[-1]
-        system = jnp.eye(count, dtype=matrix.dtype) - matrix + 1.0
-        return _safe_log(jnp.linalg.solve(system.T, jnp.ones(count, matrix.dtype)))
-
-    def log_transition(self, x: Any = None, u: Any = None) -> Float[Array, "regime regime"]:
-        """Return log p(z_k = j | z_{k-1} = i), with one row per i."""
-        return _safe_log(unwrap(self.transition_probabilities))
+        tiny = jnp.finfo(matrix.dtype).tiny  # logs stay finite where a probability underflows
+        return RegimeHistories(jnp.log(jnp.maximum(matrix, tiny)), self.order)
 
 
-def _safe_log(probabilities: Array) -> Array:
-    """Return logs that stay finite where a probability underflows."""
-    return jnp.log(jnp.maximum(probabilities, jnp.finfo(probabilities.dtype).tiny))
+def num_base_regimes(model: SwitchingModel) -> int:
+    """Return the number of regimes, without the histories that lagged means need."""
+    regimes = unwrap(model).regimes
+    is_history = isinstance(regimes, RegimeHistories)
+    return regimes.num_base_regimes if is_history else regimes.num_regimes
 
 
 class AbstractByRegime(AbstractNamed):
@@ -164,41 +150,55 @@ def _parts_of(equation: AbstractByRegime) -> tuple[Any, ...]:
 
 
 class SwitchingNormal(AbstractByRegime):
-    """Normal laws per regime, around a mean or an autoregression.
+    """Normal laws per regime, around a mean, an intercept or an autoregression.
 
-        y_t = mean_z + Σ_{i=1}^p coefficients_{z,i} (y_{t-i} − mean_z) + scale_z ε_t
+        y_t = mean_{z_t} + scale_{z_t} ε_t
+              + Σ_{i=1}^p coefficients_{z_t,i} (y_{t-i} − mean_{z_{t-i}})
+
+    With an intercept in place of the mean, lags are not centred.
 
     Attributes:
-        mean: means, of shape `(regime, obs)`, or `(obs,)` if all regimes share them.
-        scale: scales, of the same shapes.
+        mean: means, of shape `(regime, obs)`, or `(obs,)` if all regimes share them; or `None`.
+        intercept: intercepts, of shape `(regime, obs)`, in place of the means; or `None`.
+        scale: scales, of shape `(regime, obs)` or `(obs,)`.
         coefficients: of shape `(regime, obs, lag)` or `(obs, lag)`; `None` without lags.
         num_regimes: the number K of regimes.
+        histories: the regimes of each state of the chain, the latest first.
         kind: the name of the ready model.
     """
 
     mean: Any
+    intercept: Any
     scale: Any
     coefficients: Any
     num_regimes: int = eqx.field(static=True)  # pyright: ignore
+    histories: tuple[tuple[int, ...], ...] = eqx.field(static=True)
     kind: str = eqx.field(static=True)
 
     def parts(self) -> tuple[Any, ...]:
-        """Return one Gaussian per regime, or one kernel of the lagged observations."""
-        means, scales = self.spread_out(self.mean, 1), self.spread_out(self.scale, 1)
+        """Return one law per state of the chain, or one kernel of the lagged observations."""
+        level = self.intercept if self.mean is None else self.mean
+        levels, scales = self.spread_out(level, 1), self.spread_out(self.scale, 1)
         if self.coefficients is None:
             return tuple(
-                Gaussian(mean, Diagonal(scale)) for mean, scale in zip(means, scales, strict=True)
+                Gaussian(mean, Diagonal(scale)) for mean, scale in zip(levels, scales, strict=True)
             )
         lags = self.spread_out(self.coefficients, 2)
-        return tuple(
-            LinearGaussianKernel(
-                # Lags are ordered by lag, then by column.
-                jnp.concatenate([jnp.diag(lag[:, i]) for i in range(lag.shape[1])], axis=1),
-                mean * (1 - jnp.sum(lag, axis=1)),
-                Diagonal(scale),
-            )
-            for mean, scale, lag in zip(means, scales, lags, strict=True)
-        )
+        return tuple(self._kernel(levels, scales, lags, history) for history in self.histories)
+
+    def _kernel(
+        self, levels: Array, scales: Array, lags: Array, history: tuple[int, ...]
+    ) -> LinearGaussianKernel:
+        """Return the kernel of the regimes of a row and, with means that switch, those before."""
+        now, earlier = history[0], np.array(history[1:], int)
+        lag = lags[now]
+        # Lags are ordered by lag, then by column.
+        weight = jnp.concatenate([jnp.diag(lag[:, i]) for i in range(lag.shape[1])], axis=1)
+        bias = levels[now]
+        if self.mean is not None:
+            before = levels[earlier].T if earlier.size else levels[now][:, None]
+            bias = bias - jnp.sum(lag * before, axis=1)
+        return LinearGaussianKernel(weight, bias, Diagonal(scales[now]))
 
 
 class SwitchingPoisson(AbstractByRegime):
@@ -270,13 +270,13 @@ def _shifts(biases: Array, scales: Array) -> tuple[LinearGaussianKernel, ...]:
 def canonical_order(model: SwitchingModel) -> np.ndarray | None:
     """Return the regimes of a ready model in canonical order; `None` for other models.
 
-    They are sorted by the first of these that switches: means, rates, drifts, scales, the sums of
-    coefficients.
+    They are sorted by the first of these that switches: means, intercepts, rates, drifts, scales,
+    the sums of coefficients.
     """
     values = named_parameters(model, fixed=True)
     if TRANSITION not in values:
         return None
-    count = model.num_regimes
+    count = num_base_regimes(model)
     for name, num_axes in NUM_AXES.items():
         if name in values and values[name].ndim == num_axes + 1:
             entries = np.asarray(values[name])

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from retrodict._model import unwrap
-from retrodict.models._by_regime import NUM_AXES, TRANSITION, SwitchingWalk
+from retrodict.models._by_regime import NUM_AXES, TRANSITION, SwitchingWalk, num_base_regimes
 from retrodict.models._equations import (
     AbstractColumns,
     AbstractEquation,
@@ -124,7 +124,7 @@ def entry_name(model: Model, name: str, index: tuple[int, ...], columns: Sequenc
 
 def regime_names(model: SwitchingModel) -> list[str]:
     """Return the names of the regimes, which tables, parameters and pictures use."""
-    return [f"regime_{j}" for j in range(1, model.num_regimes + 1)]
+    return [f"regime_{j}" for j in range(1, num_base_regimes(model) + 1)]
 
 
 def _by_regime(

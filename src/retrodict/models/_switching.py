@@ -25,6 +25,7 @@ from retrodict.models._by_regime import (
     SwitchingPoisson,
     SwitchingWalk,
     TransitionProbabilities,
+    num_base_regimes,
 )
 from retrodict.models._equations import diffuse, real
 from retrodict.models._registry import ready
@@ -42,17 +43,20 @@ from retrodict.switching import Regimes, SwitchingModel
 STAY = 0.9
 """The starting probability of staying in a regime."""
 
+MAX_STATES = 1024
+"""The largest number of states of the chain, whose pairs are enumerated for each row."""
+
 WIDEST = 2.0
 """Scales of regimes start between the spread of the data over this factor, and times it."""
 
 
-def _regimes(count: int) -> StationaryRegimes:
+def _regimes(count: int, order: int = 0) -> StationaryRegimes:
     """Return regimes that start with `STAY` on the diagonal."""
-    others = (1.0 - STAY) / max(count - 1, 1)
-    matrix = np.full((count, count), others) if count > 1 else np.ones((1, 1))
+    matrix = np.ones((1, 1))
     if count > 1:
+        matrix = np.full((count, count), (1.0 - STAY) / (count - 1))
         np.fill_diagonal(matrix, STAY)
-    return StationaryRegimes(TransitionProbabilities(matrix))
+    return StationaryRegimes(TransitionProbabilities(matrix), order)
 
 
 def _what_switches(switching: str, allowed: tuple[str, ...], regimes: int) -> set[str]:
@@ -67,6 +71,24 @@ def _what_switches(switching: str, allowed: tuple[str, ...], regimes: int) -> se
     return names
 
 
+def _refuse_lags(names: set[str], order: int, regimes: int) -> None:
+    """Refuse orders that the parts that switch do not allow."""
+    if order < 0:
+        raise ValueError(f"`order` must be at least 0, got {order}.")
+    if "autoregression" in names and not order:
+        raise ValueError(
+            "An autoregression that switches needs lags: set `order` to 1 or more, or leave"
+            " autoregression out of `switching`."
+        )
+    if {"mean", "intercept"} <= names:
+        raise ValueError("`switching` may name mean or intercept, not both.")
+    if "mean" in names and regimes ** (order + 1) > MAX_STATES:
+        raise ValueError(
+            f"{regimes} regimes with `order` {order} are {regimes}^{order + 1} states, more than"
+            f" {MAX_STATES}: use a smaller order, or switching=intercept, which needs {regimes}."
+        )
+
+
 def _per_regime(value: Any, switches: bool, count: int, *shape: int) -> Array:
     """Return a parameter with an axis `regime` if it switches."""
     return real(value, *((count, *shape) if switches else shape))
@@ -78,20 +100,23 @@ def levels_of(count: int) -> np.ndarray:
 
 
 def start_normal(model: SwitchingModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values: means between quantiles, and scales around the spread."""
+    """Return starting values: levels between quantiles, and scales around the spread."""
     equation: Any = model.emission.fn
-    means, spreads = centre(sample.ys), spread(sample.ys)
-    levels, scales = levels_of(equation.num_regimes), spreads
-    values: dict[str, Any] = {"mean": means}
-    if equation.mean.ndim == 2:
-        values["mean"] = _group_means(sample.ys, equation.num_regimes)
-        scales = 0.7 * spreads
+    name = "intercept" if equation.mean is None else "mean"
+    level, scales = getattr(equation, name), spread(sample.ys)
+    values: dict[str, Any] = {name: centre(sample.ys)}
+    if unwrap(level).ndim == 2:
+        values[name] = _group_means(sample.ys, equation.num_regimes)
+        scales = 0.7 * scales
     switches = unwrap(equation.scale).ndim == 2
-    values["scale"] = WIDEST ** levels[:, None] * scales if switches else scales
+    factors = WIDEST ** levels_of(equation.num_regimes)[:, None]
+    values["scale"] = factors * scales if switches else scales
     if equation.coefficients is not None:
         order = unwrap(equation.coefficients).shape[-1]
         half = 0.5 * autocorrelation(sample.ys)
         values["coefficients"] = np.pad(half[:, None], ((0, 0), (0, order - 1)))
+        if name == "intercept":
+            values[name] = values[name] * (1 - half)
     return values
 
 
@@ -115,7 +140,7 @@ def start_hmm(model: SwitchingModel, sample: Sample) -> dict[str, Any]:
     """Return starting values of means and scales, or of rates."""
     if isinstance(model.emission.fn, SwitchingNormal):
         return start_normal(model, sample)
-    rates = _group_means(sample.ys, model.num_regimes)
+    rates = _group_means(sample.ys, num_base_regimes(model))
     least = 0.1 * np.maximum(centre(sample.ys), 0.1)
     return {"rate": np.maximum(rates, least)}
 
@@ -125,7 +150,7 @@ def start_level(model: SwitchingModel, sample: Sample) -> dict[str, Any]:
     walk: Any = model.transition.fn
     noise: Any = model.emission.fn
     steps = differences(sample.ys)
-    moves, levels = spread(steps), levels_of(model.num_regimes)[:, None]
+    moves, levels = spread(steps), levels_of(num_base_regimes(model))[:, None]
     values: dict[str, Any] = {
         "prior.mean": first(sample.ys),
         "prior.scale_tril.std": PRIOR_WIDTH * spread(sample.ys),
@@ -154,12 +179,15 @@ def markov_switching(
     switching: str = "mean",
     obs_dim: int = 1,
 ) -> SwitchingModel:
-    """Build a regression or autoregression whose parameters switch with a Markov chain of regimes.
+    """Build an autoregression whose parameters switch with a Markov chain of regimes.
 
-        y_t = mean_z + Σ_{i=1}^p coefficients_{z,i} (y_{t-i} − mean_z) + scale_z ε_t,   z = z_t
+        y_t = mean_{z_t} + scale_{z_t} ε_t
+              + Σ_{i=1}^p coefficients_{z_t,i} (y_{t-i} − mean_{z_{t-i}})
 
-    The first regime has the stationary law of the transition probabilities. With lags, the first
-    `order` rows are conditioned on, and no row may be missing.
+    A mean that switches depends on the regimes of the last p rows (Hamilton 1989), so that the
+    chain has regimes^(p+1) states. With `intercept` in place of `mean`, lags are not centred, and
+    the chain has as many states as regimes. The regimes start in their stationary law. With lags,
+    the first `order` rows are conditioned on, and no row may be missing.
 
     Example:
         >>> import retrodict as rd
@@ -170,32 +198,32 @@ def markov_switching(
     Args:
         regimes: the number of regimes.
         order: the number p of lags.
-        switching: what switches: one or more of `mean`, `variance` and `autoregression`, separated
-            by commas; all regimes share the rest.
+        switching: what switches: one or more of `mean` or `intercept`, `variance` and
+            `autoregression`, separated by commas; all regimes share the rest.
         obs_dim: the number of columns, which share the regime.
     """
     obs_dim = check_count(obs_dim, "obs_dim")
-    names = _what_switches(switching, ("mean", "variance", "autoregression"), regimes)
-    if order < 0:
-        raise ValueError(f"`order` must be at least 0, got {order}.")
-    if "autoregression" in names and not order:
-        raise ValueError(
-            "An autoregression that switches needs lags: set `order` to 1 or more, or leave"
-            " autoregression out of `switching`."
-        )
-    start = np.broadcast_to(levels_of(regimes)[:, None], (regimes, obs_dim))
+    allowed = ("mean", "intercept", "variance", "autoregression")
+    names = _what_switches(switching, allowed, regimes)
+    _refuse_lags(names, order, regimes)
+    level = np.broadcast_to(levels_of(regimes)[:, None], (regimes, obs_dim))
     coefficients = None
     if order:
-        switches = "autoregression" in names
-        coefficients = StationaryCoefficients(_per_regime(0.0, switches, regimes, obs_dim, order))
+        shape = (regimes, obs_dim, order) if "autoregression" in names else (obs_dim, order)
+        coefficients = StationaryCoefficients(np.zeros(shape))
+    mean = None if "intercept" in names else real(0.0, obs_dim)
+    memory = order if "mean" in names else 0
+    law = _regimes(regimes, memory)
     equation = SwitchingNormal(
-        real(start, regimes, obs_dim) if "mean" in names else real(0.0, obs_dim),
+        real(level, regimes, obs_dim) if "mean" in names else mean,
+        real(level, regimes, obs_dim) if "intercept" in names else None,
         Positive(_per_regime(1.0, "variance" in names, regimes, obs_dim)),
         coefficients,
         regimes,
+        tuple(map(tuple, law.value.digits.tolist())),
         "markov_switching",
     )
-    return SwitchingModel(_regimes(regimes), ByRegime(equation), num_lags=order)
+    return SwitchingModel(law, ByRegime(equation), num_lags=order)
 
 
 @ready("a hidden Markov model with normal or Poisson rows", start_hmm)
@@ -220,7 +248,8 @@ def hmm(*, regimes: int = 2, emission: str = "gaussian", obs_dim: int = 1) -> Sw
     if emission == "gaussian":
         scale = Positive(np.ones((regimes, obs_dim)))
         mean = real(levels, regimes, obs_dim)
-        equation = SwitchingNormal(mean, scale, None, regimes, "hmm")
+        histories = tuple((regime,) for regime in range(regimes))
+        equation = SwitchingNormal(mean, None, scale, None, regimes, histories, "hmm")
     elif emission == "poisson":
         equation = SwitchingPoisson(Positive(WIDEST**levels), regimes)
     else:

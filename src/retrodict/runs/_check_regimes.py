@@ -40,7 +40,10 @@ def summarise_regimes(
     exists = np.arange(table.ys.shape[1]) < table.length[:, None]
     probabilities = np.asarray(smoothed.probabilities) * exists[..., None]
     rows = probabilities.sum(axis=(0, 1))
-    if plain.regimes.takes_state or plain.regimes.takes_input:
+    regimes = plain.regimes
+    if isinstance(regimes, rd.switching.RegimeHistories):
+        share = np.exp(np.diagonal(np.asarray(regimes.base_transition())))
+    elif plain.regimes.takes_state or plain.regimes.takes_input:
         pairs = np.asarray(smoothed.pairs) * exists[:, 1:, None, None]
         stays = pairs.sum(axis=(0, 1))
         share = np.diagonal(stays) / np.maximum(stays.sum(axis=1), 1e-300)
@@ -61,9 +64,11 @@ def summarise_regimes(
 def check_regimes(results: Mapping[str, Any]) -> list[Finding]:
     """Judge whether each regime has rows, and how many starts reached the best maximum."""
     rows = {name: line["rows"] for name, line in results["regimes"].items()}
+    issues = list(results.get("issues", ()))
     few = [f"{name} has {count:.1f} rows" for name, count in rows.items() if count < MIN_ROWS]
+    few = issues or few
     value = "; ".join(few) or f"at least {min(rows.values()):.1f} rows"
-    meaning = "regimes with few rows are hardly determined by the data: use fewer of them"
+    meaning = "the data hardly determine these regimes: use fewer of them, or share their scales"
     findings = [
         Finding(
             "regimes in use",

@@ -129,8 +129,8 @@ def _refuse_regimes(
         mask = table.leading_series().mask
         if np.any(mask.any(axis=2) != mask.all(axis=2)):
             raise RunError(
-                f"{table.source}: {spec.reference} is learned from rows that are complete or missing"
-                " altogether; fill in the rows that miss some columns, or leave these rows out."
+                f"{table.source}: {spec.reference} is learned from rows that are complete or"
+                " missing altogether; fill in the rows that miss some columns."
             )
 
 

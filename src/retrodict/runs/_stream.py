@@ -118,8 +118,8 @@ def stream(
     notify = notify or (lambda _: None)
     if run.has_regimes:
         raise RunError(
-            f"{run.path} is a run of {run.spec.reference}, a model with regimes, which a stream does"
-            " not support. Append the rows to the table and smooth it: retrodict smooth"
+            f"{run.path} is a run of {run.spec.reference}, a model with regimes, which a stream"
+            " does not support. Append the rows to the table and smooth it: retrodict smooth"
             f" {run.path} DATA."
         )
     rows_before, fingerprint_before, words = _start(run, after)

@@ -30,7 +30,7 @@ class SmoothedRegimes(eqx.Module):
         covariance: their covariances at each time.
         mean_standard_error: the Monte Carlo error of `mean`; zero if it is exact.
         probabilities_standard_error: the same for `probabilities`.
-        pairs: P(z_{k-1} = i, z_k = j).
+        pairs: P(z_{k-1} = i, z_k = j), of the states of the chain.
         chain: the law of whole paths.
         key: the keys of drawn paths, one per series.
         method: `"exact"` or `"gpb2"`.
@@ -41,7 +41,7 @@ class SmoothedRegimes(eqx.Module):
     covariance: Float[Array, "batch time state state"]
     mean_standard_error: Float[Array, "batch time state"]
     probabilities_standard_error: Float[Array, "batch time regime"]
-    pairs: Float[Array, "batch time-1 regime regime"]
+    pairs: Float[Array, "batch time-1 earlier later"]
     chain: rd.switching.SwitchingChain
     draw_key: Any
     method: Literal["exact", "gpb2"] = eqx.field(static=True)
@@ -103,11 +103,11 @@ def smooth(
         eqx.filter_vmap(lambda key, chain: chain.marginals(key, num_samples=num_samples))
     )(keys, chain)
     return SmoothedRegimes(
-        moments.probabilities,
+        rd.switching.base_probabilities(plain, moments.probabilities),
         moments.mean,
         moments.covariance,
         moments.mean_standard_error,
-        moments.probabilities_standard_error,
+        rd.switching.base_probabilities(plain, moments.probabilities_standard_error),
         moments.pairs,
         chain,
         jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys),
@@ -153,9 +153,11 @@ def forecast(
     """Forecast the rows after each series; arrays have a leading axis for the series."""
 
     def one(key: Any, chain: Any, ys: Any, us: Any) -> Any:
-        return rd.switching.forecast(
+        ahead = rd.switching.forecast(
             key, model, chain, num_times, ys=ys, inputs=us, num_samples=num_samples
         )
+        of_regimes = rd.switching.base_probabilities(model, ahead.probabilities)
+        return eqx.tree_at(lambda result: result.probabilities, ahead, of_regimes)
 
     return eqx.filter_vmap(one)(keys, chain, ys, inputs)
 

@@ -1,5 +1,6 @@
 """The stages of a fit that optimise: the parameters of the model, then a family."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -14,9 +15,9 @@ import optax
 import retrodict as rd
 from retrodict import data, models
 from retrodict._workspace import Folder
+from retrodict.runs._check_regimes import summarise_regimes
 from retrodict.runs._record import RunError
 from retrodict.runs._run import AnyModel, AnyTable, with_structure_of
-from retrodict.runs._check_regimes import summarise_regimes
 from retrodict.runs._switching import by_regressions, posterior_of
 
 FAMILIES = {
@@ -120,7 +121,8 @@ def fit_regimes(
             fitted = models.with_regimes(fitted, order)
         return {
             **_leaves(fitted),
-            "history": result.history,
+            "history": np.asarray(result.history),
+            "issues": np.array(_issues(result, order)),
             "status": np.array(result.status),
             "starts": np.asarray(starts, float),
         }
@@ -135,17 +137,33 @@ def fit_regimes(
     posterior = posterior_of(rd.unwrap(fitted), ys, table.mask, table.inputs, table.length)
     details = {
         "starts": len(starts),
+        "issues": [text for text in str(stage["issues"]).splitlines() if text],
         "regimes": summarise_regimes(fitted, table, 0),
         "starts_at_best": int(np.sum(finite >= finite.max() - SAME)) if finite.size else 0,
     }
     return Learned(
         fitted,
-        np.asarray(stage["history"]) / table.summary.num_rows,
+        np.asarray(stage["history"]),
         float(np.sum(posterior.log_evidence)),
         "exact" if model.is_finite else "gpb2",
         "exact evidence" if model.is_finite else "approximate evidence",
         search=status,
         details=details,
+    )
+
+
+def _issues(result: Any, order: np.ndarray | None) -> str:
+    """Return what is wrong with the regimes of a fit, one line each, in their present order."""
+    if isinstance(result, rd.switching.SwitchingEMResult):
+        return "\n".join(
+            f"regime {j + 1} has fewer rows than regressors: use fewer regimes"
+            for j in result.unsupported
+        )
+    place = {} if order is None else {int(old): new for new, old in enumerate(order)}
+    return re.sub(
+        r"(?<=regime )\d+|(?<=regimes )\d+|(?<= and )\d+",
+        lambda found: str(place.get(int(found[0]), int(found[0])) + 1),
+        "\n".join(result.issues),
     )
 
 

@@ -1,5 +1,6 @@
 """Switching models: regimes and continuous states together."""
 
+from retrodict.switching.autoregression import markov_autoregression as markov_autoregression
 from retrodict.switching.chain import Mixture as Mixture
 from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
@@ -7,7 +8,9 @@ from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
 from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
+from retrodict.switching.evidence import log_evidence as log_evidence
 from retrodict.switching.fit_evidence import fit_evidence as fit_evidence
+from retrodict.switching.fit_result import SwitchingFit as SwitchingFit
 from retrodict.switching.forecast import SwitchingForecast as SwitchingForecast
 from retrodict.switching.forecast import forecast as forecast
 from retrodict.switching.forecast import impute as impute
@@ -16,6 +19,8 @@ from retrodict.switching.forward_backward import forward_backward as forward_bac
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
+from retrodict.switching.histories import RegimeHistories as RegimeHistories
+from retrodict.switching.histories import base_probabilities as base_probabilities
 from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
 from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.information import parameter_errors as parameter_errors
@@ -23,18 +28,23 @@ from retrodict.switching.initialise import initialise as initialise
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
+from retrodict.switching.viterbi import most_probable_path as most_probable_path
 
 __all__ = [
     "AbstractRegimes",
     "Mixture",
     "Moves",
+    "RegimeHistories",
     "Regimes",
     "SwitchingChain",
     "SwitchingEMResult",
+    "SwitchingFit",
     "SwitchingForecast",
+    "SwitchingImportance",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
+    "base_probabilities",
     "em",
     "enumerate_regimes",
     "fit_evidence",
@@ -45,6 +55,9 @@ __all__ = [
     "importance_smoother",
     "impute",
     "initialise",
+    "log_evidence",
+    "markov_autoregression",
+    "most_probable_path",
     "parameter_errors",
     "predictive",
 ]

@@ -7,10 +7,8 @@ from jaxtyping import PyTree
 
 from retrodict._arrays import Scalar
 from retrodict._learning import ParameterErrors, errors_of_evidence
-from retrodict._linearised import Taylor
 from retrodict._model import Series, unwrap
-from retrodict.switching.forward_backward import smooth_regimes
-from retrodict.switching.gaussian_sum import smooth_by_merging
+from retrodict.switching.evidence import smooth_any
 from retrodict.switching.model import SwitchingModel, prepare_switching_batch, require_switching
 
 
@@ -41,7 +39,7 @@ def parameter_errors(
         (2, 1)
 
     Args:
-        model: the model, with scales as parameters such as `Positive`.
+        model: the model; parts in `Frozen` are taken as known.
         ys: observations, of shape `(time, obs)` or `(batch, time, obs)`; NaN where missing.
         read: the quantities of interest as a function of the model; all parameters by default.
         level: the probability of the intervals.
@@ -52,11 +50,9 @@ def parameter_errors(
     require_switching(model, "parameter_errors")
     plain = unwrap(model)
     batch = prepare_switching_batch(plain, ys, mask=mask, inputs=inputs, length=length)
-    return errors_of_evidence(model, batch, evidence_of, read=read, level=level)
+    return errors_of_evidence(model, batch, _evidence, read=read, level=level)
 
 
-def evidence_of(model: SwitchingModel, series: Series) -> Scalar:
-    """Return the log-evidence of an unwrapped model and a series: exact without a state."""
-    if model.is_finite:
-        return smooth_regimes(model, series).log_evidence
-    return smooth_by_merging(model, series, "after", Taylor()).log_evidence
+def _evidence(model: SwitchingModel, series: Series) -> Scalar:
+    """Return the log-evidence of an unwrapped model and a series."""
+    return smooth_any(model, series).log_evidence

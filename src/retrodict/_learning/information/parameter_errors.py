@@ -10,7 +10,7 @@ from retrodict._arrays import PRNGKey, check_count, check_key, is_concrete
 from retrodict._chains import AbstractBackwardChain
 from retrodict._exact import Grid, check_linear_gaussian
 from retrodict._expectations import check_chain
-from retrodict._learning.coordinates import ModelCoordinates, coordinates_in, coordinates_of
+from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
 from retrodict._learning.dataset import batch_for
 from retrodict._learning.information.exact import (
     Evidence,
@@ -182,13 +182,13 @@ def errors_of_evidence(
     """Compute standard errors from the curvature of any differentiable log-evidence.
 
     Args:
-        model: the model, whose scales are parameters that stay positive.
+        model: the model.
         batch: the series.
         evidence: the log-evidence of an unwrapped model and one series.
         read: the quantities of interest, as in `parameter_errors`.
         level: the probability of the intervals.
     """
-    coordinates = _checked(coordinates_in(model))
+    coordinates = _coordinates(model)
     estimate = evidence_information(coordinates, batch, evidence)
     _refuse_undefined(estimate.score, estimate.information, coordinates.names)
     return _result(coordinates, estimate, read, level, "exact")
@@ -233,12 +233,8 @@ def _result(
     )
 
 
-def _coordinates(model: StateSpaceModel) -> ModelCoordinates:
-    return _checked(coordinates_of(model))
-
-
-def _checked(coordinates: ModelCoordinates) -> ModelCoordinates:
-    """Refuse models without parameters, with too many, or with traced ones."""
+def _coordinates(model: Any) -> ModelCoordinates:
+    coordinates = coordinates_of(model)
     count = len(coordinates.names)
     if count == 0:
         raise ValueError(
