@@ -26,7 +26,7 @@ from retrodict.models._equations import AbstractNamed, numpyro_distributions
 from retrodict.models._parameters import named_parameters, with_parameters
 from retrodict.switching import RegimeHistories, SwitchingModel
 
-TRANSITION = "transition_probabilities"
+TRANSITION = "transition"
 """The name of the parameter with two axes `regime`."""
 
 NUM_AXES = {
@@ -87,17 +87,17 @@ class StationaryRegimes(AbstractParameter, AbstractNamed):
     """Parameter whose value is a chain of regimes that starts in its stationary law.
 
     Attributes:
-        transition_probabilities: of shape `(regime, regime)`, one row per earlier regime.
+        transition: of shape `(regime, regime)`, one row per earlier regime.
         order: the number of earlier regimes that rows depend on.
     """
 
-    transition_probabilities: Any
+    transition: Any
     order: int = eqx.field(static=True, default=0)
 
     @property
     def value(self) -> RegimeHistories:
         """The law of the regimes."""
-        matrix = unwrap(self.transition_probabilities)
+        matrix = unwrap(self.transition)
         tiny = jnp.finfo(matrix.dtype).tiny  # logs stay finite where a probability underflows
         return RegimeHistories(jnp.log(jnp.maximum(matrix, tiny)), self.order)
 

@@ -193,7 +193,7 @@ def markov_switching(
         >>> import retrodict as rd
         >>> model = rd.models.markov_switching(regimes=2, switching="mean,variance")
         >>> {name: value.shape for name, value in rd.models.named_parameters(model).items()}
-        {'transition_probabilities': (2, 2), 'mean': (2, 1), 'scale': (2, 1)}
+        {'transition': (2, 2), 'mean': (2, 1), 'scale': (2, 1)}
 
     Args:
         regimes: the number of regimes.
@@ -274,7 +274,7 @@ def switching_level(
         >>> import retrodict as rd
         >>> model = rd.models.switching_level(switching="drift")
         >>> sorted(rd.models.named_parameters(model))
-        ['drift', 'level_scale', 'obs_scale', 'transition_probabilities']
+        ['drift', 'level_scale', 'obs_scale', 'transition']
 
     Args:
         regimes: the number of regimes.

@@ -134,8 +134,8 @@ def predictive(
 ) -> Float[Array, "sample time obs"]:
     """Draw replicates of the whole series: new observations along smoothed paths.
 
-    Rows of a model of lagged observations are drawn given the observed lags. Rows that do not
-    exist hold NaN.
+    Rows of a model of lagged observations are drawn given the observed lags; the first rows, which
+    it conditions on, are the observed ones. Rows that do not exist hold NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -388,5 +388,8 @@ def _complete(
         return over_regimes(model.emission, model.num_regimes, of_regime)[z]
 
     ys = jax.vmap(jax.vmap(one), in_axes=(0, 0, 0, None))(keys, zs, xs, series.rows)
+    if model.num_lags:
+        given = jnp.arange(series.num_times) < model.num_lags
+        ys = jnp.where(given[None, :, None], series.ys, ys)
     exists = series.exists()
     return ys if exists is None else jnp.where(exists[None, :, None], ys, jnp.nan)
