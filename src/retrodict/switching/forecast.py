@@ -252,7 +252,7 @@ def _mixed(
 ) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
     """Return the mean and the covariance of a mixture."""
     mean = weights @ means
-    shifts = means - mean
+    shifts = means - mean[None]
     within = jnp.einsum("k,kij->ij", weights, covariances)
     return mean, within + jnp.einsum("k,ki,kj->ij", weights, shifts, shifts)
 
