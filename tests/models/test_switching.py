@@ -43,7 +43,9 @@ def of_lagged_means(p: dict, zs: Any, xs: Any, ys: Any) -> float:
 
 def of_intercepts(p: dict, zs: Any, xs: Any, ys: Any) -> float:
     lag = p["coefficients"][zs[1:], :, 0]
-    return of_chain(p, zs) + normal(ys[1:], p["intercept"][zs[1:]] + lag * ys[:-1], p["scale"]).sum()
+    return (
+        of_chain(p, zs) + normal(ys[1:], p["intercept"][zs[1:]] + lag * ys[:-1], p["scale"]).sum()
+    )
 
 
 def of_counts(p: dict, zs: Any, xs: Any, ys: Any) -> float:

@@ -67,7 +67,9 @@ def test_forecast_with_states_has_the_moments_of_the_mixture():
     last = chain.terminal
     weight = np.exp(np.asarray(last.log_weights))
     first = weight * np.asarray(last.means)[:, 0]  # E[x; z], then E[x²; z]
-    second = weight * (np.asarray(last.means)[:, 0] ** 2 + np.asarray(last.scale_trils)[:, 0, 0] ** 2)
+    second = weight * (
+        np.asarray(last.means)[:, 0] ** 2 + np.asarray(last.scale_trils)[:, 0, 0] ** 2
+    )
     f, b, q = np.array([0.9, 0.7]), np.array([-0.2, 0.5]), np.array([0.09, 1.0])
     shift, noise = np.array([0.0, 1.0]), np.array([0.25, 0.04])
     for k in range(3):

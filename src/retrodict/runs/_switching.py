@@ -41,7 +41,7 @@ class SmoothedRegimes(eqx.Module):
     covariance: Float[Array, "batch time state state"]
     mean_standard_error: Float[Array, "batch time state"]
     probabilities_standard_error: Float[Array, "batch time regime"]
-    pairs: Float[Array, "batch time-1 earlier later"]
+    pairs: Float[Array, "batch moves earlier later"]
     chain: rd.switching.SwitchingChain
     draw_key: Any
     method: Literal["exact", "gpb2"] = eqx.field(static=True)
@@ -206,7 +206,7 @@ def completed(
 @eqx.filter_jit
 def drawn_ahead(
     model: rd.switching.SwitchingModel, key: Any, chain: Any, ys: Any, us: Any, num_samples: int
-) -> Float[Array, "time-1 sample obs"]:
+) -> Float[Array, "later sample obs"]:
     """Draw each row of one series, but the first, given the rows before it."""
     count = ys.shape[0] - 1
     later = None if us is None else us[1:]
