@@ -1,8 +1,4 @@
-"""Random starts for learning switching models.
-
-If the emission can be regressed, each regime starts from a window of the data. All other parameters
-are moved at random, by as much as changes the evidence noticeably.
-"""
+"""Random starts for learning switching models."""
 
 import equinox as eqx
 import jax
@@ -13,13 +9,21 @@ from retrodict._arrays import PRNGKey, Scalar
 from retrodict._learning import ModelCoordinates, coordinates_of
 from retrodict._model import Series, unwrap
 from retrodict.switching.evidence import smooth_any
+from retrodict.switching.finite_moments import regime_moments
 from retrodict.switching.model import SwitchingModel
+from retrodict.switching.newton import MAX_PARAMETERS, newton_steps
 
 LARGEST = 3.0
 """Logits and the logarithms of scales move by this many units at most."""
 
 SIZE = 1.0
 """Parameters move by a normal draw of this many units."""
+
+NUM_CANDIDATES = 8
+"""Each start is the best of this many candidates."""
+
+NUM_ITERATIONS = 20
+"""Candidates are compared after this many iterations of EM."""
 
 
 def random_starts(
@@ -28,7 +32,9 @@ def random_starts(
     """Return models whose parameters are moved at random from those of a model.
 
     Parameters are learned in unconstrained coordinates. The unit of a coordinate is the move that
-    changes the log-evidence per row by about ½, from its curvature at the model.
+    changes the log-evidence per row by about ½, from its curvature at the model. Each start is the
+    best of several candidates after a few iterations of EM (Biernacki, Celeux and Govaert 2003);
+    of a model with a continuous state, the best without iterations.
 
     Args:
         key: a typed key.
@@ -42,10 +48,40 @@ def random_starts(
     theta = coordinates.theta()
     if not theta.size:
         return [model] * count
-    # A chance move first, since regimes that start equal have no slope that separates them.
     units = _units(coordinates, batch)
-    noise = SIZE * jax.random.normal(key, (count, theta.shape[0]), theta.dtype)
-    return [coordinates.model_at(theta + units * row) for row in noise]
+    noise = jax.random.normal(key, (count, NUM_CANDIDATES, theta.shape[0]), theta.dtype)
+    small = model.is_finite and theta.shape[0] <= MAX_PARAMETERS
+    rounds = NUM_ITERATIONS if small else 0
+    candidates = theta[None, None] + SIZE * units[None, None] * noise
+    return [coordinates.model_at(_best(coordinates, each, batch, rounds)) for each in candidates]
+
+
+@eqx.filter_jit
+def _best(
+    coordinates: ModelCoordinates,
+    candidates: Float[Array, "candidate parameter"],
+    batch: Series,
+    num_iterations: int,
+) -> Float[Array, "parameter"]:
+    """Return the candidate with the greatest evidence after some iterations of EM."""
+
+    def iterate(theta: Array, _: None) -> tuple[Array, None]:
+        at = coordinates.moved(theta)
+        moments, _ = regime_moments(unwrap(at.model), batch)
+        new = newton_steps(at, batch, moments.probabilities, moments.pairs).theta()
+        return jnp.where(jnp.all(jnp.isfinite(new)), new, theta), None
+
+    def improved(theta: Array) -> tuple[Array, Array]:
+        if num_iterations:
+            theta, _ = jax.lax.scan(iterate, theta, None, length=num_iterations)
+        return theta, _evidence(unwrap(coordinates.model_at(theta)), batch)
+
+    thetas, evidences = jax.vmap(improved)(candidates)
+    return thetas[jnp.argmax(jnp.where(jnp.isfinite(evidences), evidences, -jnp.inf))]
+
+
+def _evidence(model: SwitchingModel, batch: Series) -> Scalar:
+    return jnp.sum(jax.vmap(lambda series: smooth_any(model, series).log_evidence)(batch))
 
 
 @eqx.filter_jit
@@ -54,8 +90,7 @@ def _units(coordinates: ModelCoordinates, batch: Series) -> Float[Array, "parame
     rows = batch.ys.shape[0] * batch.ys.shape[1]
 
     def loss(theta: Float[Array, "parameter"]) -> Scalar:
-        model = unwrap(coordinates.model_at(theta))
-        return -jnp.sum(jax.vmap(lambda s: smooth_any(model, s).log_evidence)(batch)) / rows
+        return -_evidence(unwrap(coordinates.model_at(theta)), batch) / rows
 
     theta = coordinates.theta()
     slope = jax.grad(loss)
