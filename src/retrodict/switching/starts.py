@@ -19,11 +19,11 @@ LARGEST = 3.0
 SIZE = 1.0
 """Parameters move by a normal draw of this many units."""
 
-NUM_CANDIDATES = 8
+NUM_CANDIDATES = 24
 """Each start is the best of this many candidates."""
 
-NUM_ITERATIONS = 20
-"""Candidates are compared after this many iterations of EM."""
+ROUNDS = ((6, 6), (14, 1))
+"""Numbers of iterations of EM, and of candidates that continue after them."""
 
 
 def random_starts(
@@ -51,7 +51,7 @@ def random_starts(
     units = _units(coordinates, batch)
     noise = jax.random.normal(key, (count, NUM_CANDIDATES, theta.shape[0]), theta.dtype)
     small = model.is_finite and theta.shape[0] <= MAX_PARAMETERS
-    rounds = NUM_ITERATIONS if small else 0
+    rounds = ROUNDS if small else ((0, 1),)
     candidates = theta[None, None] + SIZE * units[None, None] * noise
     return [coordinates.model_at(_best(coordinates, each, batch, rounds)) for each in candidates]
 
@@ -61,9 +61,9 @@ def _best(
     coordinates: ModelCoordinates,
     candidates: Float[Array, "candidate parameter"],
     batch: Series,
-    num_iterations: int,
+    rounds: tuple[tuple[int, int], ...],
 ) -> Float[Array, "parameter"]:
-    """Return the candidate with the greatest evidence after some iterations of EM."""
+    """Return the candidate that is best after some iterations of EM; few of them get the later."""
 
     def iterate(theta: Array, _: None) -> tuple[Array, None]:
         at = coordinates.moved(theta)
@@ -71,13 +71,16 @@ def _best(
         new = newton_steps(at, batch, moments.probabilities, moments.pairs).theta()
         return jnp.where(jnp.all(jnp.isfinite(new)), new, theta), None
 
-    def improved(theta: Array) -> tuple[Array, Array]:
+    def improved(theta: Array, num_iterations: int) -> tuple[Array, Array]:
         if num_iterations:
             theta, _ = jax.lax.scan(iterate, theta, None, length=num_iterations)
-        return theta, _evidence(unwrap(coordinates.model_at(theta)), batch)
+        value = _evidence(unwrap(coordinates.model_at(theta)), batch)
+        return theta, jnp.where(jnp.isfinite(value), value, -jnp.inf)
 
-    thetas, evidences = jax.vmap(improved)(candidates)
-    return thetas[jnp.argmax(jnp.where(jnp.isfinite(evidences), evidences, -jnp.inf))]
+    for num_iterations, count in rounds:
+        candidates, values = jax.vmap(lambda theta, i=num_iterations: improved(theta, i))(candidates)
+        candidates = candidates[jax.lax.top_k(values, count)[1]]
+    return candidates[0]
 
 
 def _evidence(model: SwitchingModel, batch: Series) -> Scalar:
