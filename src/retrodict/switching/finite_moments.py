@@ -34,7 +34,7 @@ def regime_moments(
             jnp.zeros((n, count, dim, dim), means.dtype),
             jnp.zeros((n - 1, count, 2 * dim), means.dtype),
             jnp.zeros((n - 1, count, 2 * dim, 2 * dim), means.dtype),
-            jnp.zeros((1, n - 1, 0), means.dtype),
+            lags[None, :-1],
             pairs[None],
         )
         return moments, posterior.log_evidence
