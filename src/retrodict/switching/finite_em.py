@@ -19,8 +19,8 @@ from retrodict._model import (
     Series,
     unwrap,
 )
-from retrodict.switching.fit_result import SwitchingFit, best_of, num_rows, with_issues
 from retrodict.switching.finite_moments import regime_moments
+from retrodict.switching.fit_result import SwitchingFit, best_of, num_rows, with_issues
 from retrodict.switching.maximise import maximise
 from retrodict.switching.model import (
     SwitchingModel,
@@ -100,9 +100,7 @@ def _result(run: _Run) -> SwitchingFit:
     return SwitchingFit(run.model, np.asarray(run.history), run.status, values, float(values[0]))
 
 
-def _iterate(
-    model: SwitchingModel, batch: Series, num_iterations: int, tolerance: float
-) -> _Run:
+def _iterate(model: SwitchingModel, batch: Series, num_iterations: int, tolerance: float) -> _Run:
     """Alternate E-steps and M-steps; the history ends with the evidence of the returned model."""
     rows, history, before, status = num_rows(batch), [], model, "finished"
     for iteration in range(num_iterations + 1):
@@ -206,4 +204,8 @@ def _as_kernel(law: Any) -> LinearGaussianKernel:
 
 
 def _as_law(kernel: LinearGaussianKernel, law: Any) -> Any:
-    return kernel if isinstance(law, LinearGaussianKernel) else Gaussian(kernel.bias, kernel.scale_tril)
+    return (
+        kernel
+        if isinstance(law, LinearGaussianKernel)
+        else Gaussian(kernel.bias, kernel.scale_tril)
+    )

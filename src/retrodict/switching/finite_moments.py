@@ -12,9 +12,7 @@ from retrodict.switching.moments import RegimeMoments
 
 
 @eqx.filter_jit
-def regime_moments(
-    model: SwitchingModel, batch: Series
-) -> tuple[RegimeMoments, Float[Array, ""]]:
+def regime_moments(model: SwitchingModel, batch: Series) -> tuple[RegimeMoments, Float[Array, ""]]:
     """Return the moments of regimes, with lagged observations as states, and the evidence."""
 
     def one(series: Series) -> tuple[RegimeMoments, Array]:

@@ -49,8 +49,10 @@ def fit_evidence(
         >>> result = rd.switching.fit_evidence(
         ...     jax.random.key(1), model, ys, num_starts=2, num_steps=20, progress=False
         ... )
-        >>> result.start_values.shape, bool(result.log_evidence > rd.switching.log_evidence(model, ys))
-        ((2,), True)
+        >>> result.start_values.shape
+        (2,)
+        >>> bool(result.log_evidence > rd.switching.log_evidence(model, ys))
+        True
 
     Args:
         key: a typed key.

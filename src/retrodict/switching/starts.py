@@ -78,7 +78,9 @@ def _best(
         return theta, jnp.where(jnp.isfinite(value), value, -jnp.inf)
 
     for num_iterations, count in rounds:
-        candidates, values = jax.vmap(lambda theta, i=num_iterations: improved(theta, i))(candidates)
+        candidates, values = jax.vmap(lambda theta, i=num_iterations: improved(theta, i))(
+            candidates
+        )
         candidates = candidates[jax.lax.top_k(values, count)[1]]
     return candidates[0]
 
