@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.helpers.assertions import assert_close, raises_with
 
 import retrodict as rd
-from tests.helpers.assertions import assert_close, raises_with
 
 switching = rd.switching
 

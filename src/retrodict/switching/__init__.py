@@ -26,6 +26,9 @@ from retrodict.switching.importance import importance_smoother as importance_smo
 from retrodict.switching.information import parameter_errors as parameter_errors
 from retrodict.switching.initialise import initialise as initialise
 from retrodict.switching.model import SwitchingModel as SwitchingModel
+from retrodict.switching.ordering import canonical_order as canonical_order
+from retrodict.switching.ordering import match_regimes as match_regimes
+from retrodict.switching.ordering import permute as permute
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
 from retrodict.switching.viterbi import most_probable_path as most_probable_path
@@ -45,6 +48,7 @@ __all__ = [
     "SwitchingModel",
     "SwitchingPosterior",
     "base_probabilities",
+    "canonical_order",
     "em",
     "enumerate_regimes",
     "fit_evidence",
@@ -57,8 +61,10 @@ __all__ = [
     "initialise",
     "log_evidence",
     "markov_autoregression",
+    "match_regimes",
     "most_probable_path",
     "parameter_errors",
+    "permute",
     "predictive",
 ]
 

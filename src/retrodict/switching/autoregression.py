@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import as_real_array, check_count
 from retrodict._model import (
@@ -70,6 +70,16 @@ class AutoregressiveEmission(AbstractParameter):
             bias = bias - jnp.sum(weights * of(levels, digits[:, 1:]), axis=1)
         build = jax.vmap(lambda w, b, s: LinearGaussianKernel(w[None], b[None], Diagonal(s[None])))
         return Stacked(build(weights, bias, of(std, digits[:, 0])))
+
+    def permuted(self, order: Int[np.ndarray, "regime"]) -> "AutoregressiveEmission":
+        """Return the emission with its regimes in another order."""
+
+        def taken(value: Any) -> Any:
+            # Unconstrained arrays inside of parameters have the same axis `regime`.
+            return jax.tree.map(lambda leaf: leaf[order] if leaf.shape[0] > 1 else leaf, value)
+
+        parts = (taken(part) for part in (self.levels, self.coefficients, self.std))
+        return AutoregressiveEmission(*parts, self.histories, self.is_mean_adjusted)
 
 
 def markov_autoregression(

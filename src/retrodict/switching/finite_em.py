@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._learning import coordinates_of
@@ -20,13 +19,12 @@ from retrodict._model import (
     Series,
     unwrap,
 )
-from retrodict.switching.fit_result import SwitchingFit, num_rows, with_issues
-from retrodict.switching.forward_backward import smooth_regimes
+from retrodict.switching.finite_moments import regime_moments
+from retrodict.switching.fit_result import SwitchingFit, best_of, num_rows, with_issues
 from retrodict.switching.maximise import maximise
 from retrodict.switching.model import (
     SwitchingModel,
     each,
-    lagged,
     prepare_switching_batch,
     require_finite,
 )
@@ -85,12 +83,7 @@ def finite_em(
         raise ValueError("finite_em expects observed entries in ys, got none: all are missing.")
     starts = [model, *random_starts(key, model, batch, num_starts - 1)]
     runs = [_iterate(start, batch, num_iterations, tolerance) for start in starts]
-    results = [with_issues(_result(run), batch) for run in runs]
-    # The evidence of a regime that shrinks to a point has no bound: other starts come first.
-    order = [(not result.issues, result.log_evidence) for result in results]
-    best = max(range(len(results)), key=order.__getitem__)
-    values = np.array([result.log_evidence for result in results])
-    return eqx.tree_at(lambda result: result.start_values, results[best], values)
+    return best_of([with_issues(_result(run), batch) for run in runs])
 
 
 class _Run(NamedTuple):
@@ -126,36 +119,6 @@ def _iterate(model: SwitchingModel, batch: Series, num_iterations: int, toleranc
         if iteration < num_iterations:
             before, model = model, _maximised(model, moments, batch)
     return _Run(model, history, status, rows)
-
-
-@eqx.filter_jit
-def regime_moments(model: SwitchingModel, batch: Series) -> tuple[RegimeMoments, Float[Array, ""]]:
-    """Return the moments of regimes, with lagged observations as states, and the evidence."""
-
-    def one(series: Series) -> tuple[RegimeMoments, Array]:
-        posterior = smooth_regimes(model, series)
-        law, exists = posterior.chain.marginals(), series.exists()
-        probabilities, pairs = law.probabilities, law.pairs
-        if exists is not None:
-            probabilities = jnp.where(exists[:, None], probabilities, 0.0)
-            pairs = jnp.where(exists[1:, None, None], pairs, 0.0)
-        lags, count = lagged(series.ys, model.num_lags), model.num_regimes
-        n, dim = lags.shape
-        means = jnp.broadcast_to(lags[:, None, :], (n, count, dim))
-        moments = RegimeMoments(
-            probabilities,
-            pairs,
-            means,
-            jnp.zeros((n, count, dim, dim), means.dtype),
-            jnp.zeros((n - 1, count, 2 * dim), means.dtype),
-            jnp.zeros((n - 1, count, 2 * dim, 2 * dim), means.dtype),
-            jnp.zeros((1, n - 1, 0), means.dtype),
-            pairs[None],
-        )
-        return moments, posterior.log_evidence
-
-    moments, evidences = jax.vmap(one)(batch)
-    return moments, jnp.sum(evidences)
 
 
 def _maximised(model: SwitchingModel, moments: RegimeMoments, batch: Series) -> SwitchingModel:

@@ -12,7 +12,7 @@ from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._learning import ProgressLine, minimise
 from retrodict._model import Series, learnable, unwrap
 from retrodict.switching.evidence import smooth_any
-from retrodict.switching.fit_result import SwitchingFit, num_rows, with_issues
+from retrodict.switching.fit_result import SwitchingFit, best_of, num_rows, with_issues
 from retrodict.switching.model import (
     SwitchingModel,
     prepare_switching_batch,
@@ -49,8 +49,10 @@ def fit_evidence(
         >>> result = rd.switching.fit_evidence(
         ...     jax.random.key(1), model, ys, num_starts=2, num_steps=20, progress=False
         ... )
-        >>> result.start_values.shape, bool(result.log_evidence > rd.switching.log_evidence(model, ys))
-        ((2,), True)
+        >>> result.start_values.shape
+        (2,)
+        >>> bool(result.log_evidence > rd.switching.log_evidence(model, ys))
+        True
 
     Args:
         key: a typed key.
@@ -81,17 +83,6 @@ def fit_evidence(
         line = _progress_line(progress, number, num_starts, num_steps)
         results.append(_descend(start, batch, num_steps, line))
     return best_of([with_issues(result, batch) for result in results])
-
-
-def best_of(results: list[SwitchingFit]) -> SwitchingFit:
-    """Return the result with the greatest evidence, with the evidence of all.
-
-    The evidence of a regime that shrinks to a point has no bound, so that starts without issues
-    come first.
-    """
-    best = max(results, key=lambda result: (not result.issues, result.log_evidence))
-    values = np.array([result.log_evidence for result in results])
-    return eqx.tree_at(lambda result: result.start_values, best, values)
 
 
 def _progress_line(show: bool, number: int, num_starts: int, num_steps: int) -> Any:

@@ -65,6 +65,17 @@ def with_issues(result: SwitchingFit, batch: Series) -> SwitchingFit:
     )
 
 
+def best_of(results: list[SwitchingFit]) -> SwitchingFit:
+    """Return the result with the greatest evidence, with the evidence of all.
+
+    The evidence of a regime that shrinks to a point has no bound, so that starts without issues
+    come first.
+    """
+    best = max(results, key=lambda result: (not result.issues, result.log_evidence))
+    values = np.array([result.log_evidence for result in results])
+    return eqx.tree_at(lambda result: result.start_values, best, values)
+
+
 def _empty(model: SwitchingModel, batch: Series) -> list[str]:
     counts = np.asarray(_occupancy(model, batch))
     return [

@@ -21,8 +21,8 @@ from retrodict.switching.model import SwitchingModel, emission_table, log_transi
 MAX_PARAMETERS = 300
 """The largest number of parameters for which a Hessian is computed."""
 
-NUM_STEPS = 2
-"""The number of Newton steps per M-step."""
+NUM_STEPS = 1
+"""The number of Newton steps per M-step: the next E-step changes the target anyway."""
 
 NUM_HALVINGS = 12
 """A Newton step is halved up to this many times, and left out if none of them is better."""
@@ -88,7 +88,10 @@ def expected_log_joint(
 
     def one(series: Series, probability: Array, pair: Array) -> Scalar:
         initial = jnp.sum(probability[0] * model.regimes.log_initial())
-        moves = jnp.sum(pair * log_transitions(model, series))
+        if model.regimes.takes_input:
+            moves = jnp.sum(pair * log_transitions(model, series))
+        else:
+            moves = jnp.sum(jnp.sum(pair, axis=0) * model.regimes.log_transition())
         return initial + moves + jnp.sum(probability * emission_table(model, series))
 
     return jnp.sum(jax.vmap(one)(batch, probabilities, pairs))
