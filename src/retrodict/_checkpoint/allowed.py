@@ -8,7 +8,7 @@ function are excluded, since no model needs one.
 To add an entry, also increase `NAMES_VERSION`: older readers then ask to upgrade.
 """
 
-NAMES_VERSION = 3
+NAMES_VERSION = 4
 """The version of this list. Version 0 is release 0.1, which looked up names anywhere in six
 packages; version 2 contains the modules of `RENAMED`."""
 
@@ -167,7 +167,14 @@ CLASSES: dict[str, str] = {
     "retrodict.models._tracking": """
         RangeAndBearing RangeBearingLaw RangeBearingStd WrappedRangeBearing
     """,
+    "retrodict.models._by_regime": """
+        ByRegime StationaryRegimes SwitchingNoise SwitchingNormal SwitchingPoisson SwitchingWalk
+        TransitionProbabilities
+    """,
     "retrodict.models._volatility": "VolatilityEmission",
+    "retrodict.switching": """
+        Mixture Moves Regimes SwitchingChain SwitchingMarginals SwitchingModel SwitchingPosterior
+    """,
 }
 """Classes by module of which a file may contain instances."""
 

@@ -1,7 +1,8 @@
 """State-space models: a prior, a transition and an emission."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -44,6 +45,8 @@ from retrodict._model.series import (
     prepare_series,
 )
 from retrodict.distributed import is_multi_process, to_hosts
+
+M = TypeVar("M", bound=AbstractWhole)
 
 
 class StateSpaceModel(AbstractWhole):
@@ -303,13 +306,19 @@ def is_linear_gaussian(model: StateSpaceModel) -> bool:
     )
 
 
-def learnable(model: StateSpaceModel) -> StateSpaceModel:
+def learnable(model: M) -> M:
     """Return the model with its Gaussian scales as parameters that stay positive in training.
 
-    Existing parameters, `Frozen` ones included, are left unchanged.
+    Existing parameters, `Frozen` ones included, are left unchanged. Parts may be tuples, with one
+    part per regime.
     """
-    parts = (model.prior, model.transition, model.emission)
-    return StateSpaceModel(*(_learnable_part(part) for part in parts))
+
+    def of(part: Any) -> Any:
+        is_one = lambda node: not isinstance(node, tuple)  # noqa: E731
+        return jax.tree.map(_learnable_part, part, is_leaf=is_one)
+
+    names = ("prior", "transition", "emission")
+    return dataclasses.replace(model, **{name: of(getattr(model, name)) for name in names})
 
 
 def _learnable_part(part: Any) -> Any:

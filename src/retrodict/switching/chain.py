@@ -25,7 +25,14 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
 from retrodict._model import LOG_2PI
-from retrodict._numerics import GaussianLaw, gram, inverse_cholesky, linalg, nonsingular_law
+from retrodict._numerics import (
+    GaussianLaw,
+    gram,
+    inverse_cholesky,
+    linalg,
+    nonsingular_law,
+    prefix_scan,
+)
 from retrodict.particles import descend, uniforms
 from retrodict.switching.model import prepare_regimes, prepare_states
 
@@ -409,6 +416,8 @@ class SwitchingChain(eqx.Module):
     @property
     def filtered(self) -> Float[Array, "*batch time regime"]:
         """The probabilities of the regimes under the filtering laws."""
+        if self.state_dim == 0:
+            return jnp.exp(self.laws.log_weights)
         return self.laws.probabilities(self.num_regimes)
 
     @property
@@ -462,7 +471,7 @@ class SwitchingChain(eqx.Module):
         return _log_prob(self, zs, prepare_states(xs, self.state_dim, zs, self.laws.means.dtype))
 
     def marginals(
-        self, key: PRNGKey | None = None, *, num_samples: int = 200
+        self, key: PRNGKey | None = None, *, num_samples: int = 200, parallel: bool = False
     ) -> SwitchingMarginals:
         """Compute smoothed probabilities of regimes and moments of states.
 
@@ -472,9 +481,10 @@ class SwitchingChain(eqx.Module):
         Args:
             key: a typed key, for chains with a state.
             num_samples: the number of paths.
+            parallel: whether to smooth in O(log n) rounds; without a continuous state only.
         """
         if self.state_dim == 0:
-            return _finite_marginals(self)
+            return _finite_marginals(self, parallel)
         if key is None:
             raise ValueError("The marginals of a chain with a state are sampled: pass `key`.")
         check_key(key, "SwitchingChain.marginals")
@@ -557,24 +567,50 @@ def log_normal(x: Float[Array, "d"], mean: Float[Array, "d"], scale: Float[Array
     return jnp.sum(-0.5 * (white**2 + LOG_2PI) - jnp.log(jnp.diagonal(scale)))
 
 
+def _finite_kernel(
+    log_law: Float[Array, "regime"],
+    log_move: Float[Array, "regime regime"],
+    move: Float[Array, "regime regime"],
+) -> Float[Array, "regime regime"]:
+    """Return P(z_k = i | z_{k+1} = j), with one column per later regime.
+
+    Where all probabilities of a column underflow, the largest of them take all of the mass.
+    """
+    joint = jnp.exp(log_law)[:, None] * move
+    info = jnp.finfo(joint.dtype)
+    log_joint = log_law[:, None] + log_move
+    largest = log_joint == jnp.max(log_joint, axis=0)[None]
+    precise = jnp.sum(joint, axis=0) > info.tiny / info.eps
+    masses = jnp.where(precise[None], joint, largest.astype(joint.dtype))
+    return masses / jnp.sum(masses, axis=0)[None]
+
+
 @eqx.filter_jit
-def _finite_marginals(chain: SwitchingChain) -> SwitchingMarginals:
+def _finite_marginals(chain: SwitchingChain, parallel: bool) -> SwitchingMarginals:
     """Return the exact marginals of a chain without a continuous state."""
     exists, terminal = _exists(chain), jnp.exp(chain.terminal.log_weights)
-    joint = chain.laws.log_weights[:-1, :, None] + chain.moves.log_probabilities
-    kernels = jax.nn.softmax(joint, axis=1)
+    same = jnp.eye(chain.num_regimes, dtype=terminal.dtype)
 
-    def back(later: Array, at: tuple) -> tuple[Array, tuple]:
-        kernel, real = at
-        pair = kernel * later[None, :]
-        earlier = jnp.sum(pair, axis=1)
-        if real is not None:
-            earlier = jnp.where(real, earlier, later)
-            pair = jnp.where(real, pair, jnp.diag(later))
-        return earlier, (earlier, pair)
+    def kernel(log_law: Array, log_move: Array, move: Array, real: Any) -> Array:
+        reversal = _finite_kernel(log_law, log_move, move)
+        return reversal if real is None else jnp.where(real, reversal, same)
 
-    _, (earlier, pairs) = lax.scan(back, terminal, (kernels, exists), reverse=True)
+    log_moves = chain.moves.log_probabilities
+    steps = (chain.laws.log_weights[:-1], log_moves, jnp.exp(log_moves), exists)
+    kernels = jax.vmap(kernel)(*steps)
+    if parallel and chain.num_times > 1:
+        products = prefix_scan(lambda a, b: linalg.matmul(b, a), kernels, same, reverse=True)
+        earlier = jax.vmap(linalg.matvec, in_axes=(0, None))(products, terminal)
+    else:
+
+        def back(later: Array, step: tuple) -> tuple[Array, Array]:
+            # Recomputed at each step, since kernels of all times need more memory than time.
+            earlier = jnp.sum(kernel(*step) * later[None, :], axis=1)
+            return earlier, earlier
+
+        _, earlier = lax.scan(back, terminal, steps, reverse=True)
     probabilities = jnp.concatenate([earlier, terminal[None]])
+    pairs = kernels * probabilities[1:, None, :]
     n = chain.num_times
     empty = jnp.zeros((n, 0), probabilities.dtype)
     return SwitchingMarginals(

@@ -222,15 +222,32 @@ def require_switching(model: Any, owner: str) -> None:
         raise TypeError(f"{owner} expects a SwitchingModel, got {type(model).__name__}.")
 
 
+class Stacked(eqx.Module):
+    """Parts of all regimes as one part, whose arrays have a leading axis `regime`.
+
+    Parameters that the regimes share compute it, so that no list of K parts is needed.
+    """
+
+    parts: Any
+
+    def of(self, j: int) -> Any:
+        """Return the part of one regime."""
+        return jax.tree.map(lambda leaf: leaf[j] if eqx.is_array(leaf) else leaf, self.parts)
+
+
 def each(part: Any) -> tuple[Any, ...]:
     """Return the parts of all regimes, or the one that they share; nothing for `None`."""
     if part is None:
         return ()
+    if isinstance(part, Stacked):
+        return (part.of(0),)
     return part if isinstance(part, tuple) else (part,)
 
 
 def of_regime(part: Any, j: int) -> Any:
     """Return the part of one regime."""
+    if isinstance(part, Stacked):
+        return part.of(j)
     return part[j] if isinstance(part, tuple) else part
 
 
@@ -258,6 +275,8 @@ def over_regimes(part: Any, num_regimes: int, fn: Callable[..., T], *arrays: Any
         fn: a function of a part and of the entries of the arrays.
         *arrays: pytrees of arrays with a leading axis `regime`.
     """
+    if isinstance(part, Stacked):
+        return eqx.filter_vmap(fn)(part.parts, *arrays)
     if not isinstance(part, tuple):
         if arrays:
             return jax.vmap(lambda *rows: fn(part, *rows))(*arrays)
@@ -359,7 +378,7 @@ def lagged(ys: Float[Array, "time obs"], num_lags: int) -> Float[Array, "time la
 @eqx.filter_jit
 def _simulate(model: SwitchingModel, key: PRNGKey, num_times: int, us: Array | None) -> Any:
     first_key, path_key = jax.random.split(key)
-    count, obs_dim = model.num_regimes, _obs_dim(model, us)
+    count, obs_dim = model.num_regimes, obs_dim_of(model, us)
     dtype = jnp.result_type(float) if us is None else us.dtype
     regime_key, prior_key, emission_key = jax.random.split(first_key, 3)
     z = jax.random.categorical(regime_key, model.regimes.log_initial())
@@ -455,7 +474,7 @@ def prepare_switching_batch(
 
 def _check_series(model: SwitchingModel, series: Series) -> None:
     """Refuse data with the wrong number of columns, and gaps before rows that need lags."""
-    obs_dim = _obs_dim(model, series.inputs)
+    obs_dim = obs_dim_of(model, series.inputs)
     if series.ys.shape[-1] != obs_dim:
         raise ValueError(
             f"ys must have {obs_dim} columns for this model, got {series.ys.shape[-1]}."
@@ -511,7 +530,7 @@ def prepare_states(
     return jnp.zeros((zs.shape[0], 0), dtype)
 
 
-def _obs_dim(model: SwitchingModel, inputs: Float[Array, "*time input"] | None) -> int:
+def obs_dim_of(model: SwitchingModel, inputs: Float[Array, "*time input"] | None) -> int:
     """Return the dimension of observations, from the emission of the first regime."""
     dtype = jnp.result_type(float)
     part = of_regime(model.emission, 0)
