@@ -4,6 +4,7 @@ from retrodict.switching.chain import Mixture as Mixture
 from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
+from retrodict.switching.elbo import elbo as elbo
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.forward_backward import forward_backward as forward_backward
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
@@ -22,6 +23,7 @@ __all__ = [
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
+    "elbo",
     "enumerate_regimes",
     "forward_backward",
     "gpb2_smoother",

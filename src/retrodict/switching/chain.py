@@ -109,12 +109,16 @@ class Reversed(NamedTuple):
         """Return the moves into one regime, without the axis `regime`."""
         return jax.tree.map(lambda leaf: leaf[:, z], self)
 
-    def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
-        """Return the log weight of each component, given x' and the regime that `into` took."""
+    def log_joint(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
+        """Return the log density of each component and x', for the regime that `into` took."""
         white = jnp.einsum("cij,cj->ci", self.whitener, x - self.predicted, precision="highest")
         pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
         density = jnp.sum(jnp.log(pivots) - 0.5 * (white**2 + LOG_2PI), axis=-1)
-        return jax.nn.log_softmax(self.log_weights + density)
+        return self.log_weights + density
+
+    def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
+        """Return the log weight of each component, given x' and the regime that `into` took."""
+        return jax.nn.log_softmax(self.log_joint(x))
 
     def law(self, x: Float[Array, "state"], regimes: Int[Array, "component"]) -> Mixture:
         """Return the law of the earlier regime and state, given the later regime and state x'."""
