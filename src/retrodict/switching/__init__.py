@@ -5,7 +5,9 @@ from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.elbo import elbo as elbo
+from retrodict.switching.elbo_of_rows import switching_elbo_of_rows as switching_elbo_of_rows
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
+from retrodict.switching.family import SwitchingFamily as SwitchingFamily
 from retrodict.switching.forward_backward import forward_backward as forward_backward
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
@@ -20,6 +22,7 @@ __all__ = [
     "Moves",
     "Regimes",
     "SwitchingChain",
+    "SwitchingFamily",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",

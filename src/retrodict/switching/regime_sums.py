@@ -24,16 +24,17 @@ One sample keeps one state x^j per regime, with a weight ω_j, at every time:
 The weighted nodes are an unbiased sample of q(z_k, x_k), and all but the draw of j in step 3 is
 differentiable. That draw contributes Σ_j τ_ji ∇log β_ji · ω'_i (W(i, x'^i) − baseline_i) to the
 gradient, where W is the expected sum of the earlier terms, and τ_ji ∝ β_ji N_ji(x'^i) is the
-probability of j given the drawn state: the expectation over j given x'^i (Rao–Blackwell). Where the
-Gaussians N_ji of different j overlap, τ equals β and the contribution vanishes; without a state, and
-for one regime, there is none. The derivative of x'^i is averaged over j with the same weights.
+probability of j given the drawn state: the expectation over j given x'^i (Rao–Blackwell). Where
+the Gaussians N_ji of different j overlap, τ equals β and the contribution vanishes; without a
+state, and for one regime, there is none. The derivative of x'^i is averaged over j with the same
+weights.
 
 W is estimated from the sample itself, with the values of the other samples as the baseline, by
 
     ω_j W_j = ω_j [r(j) + Σ_i π_i (d_ji + baseline_i)] + Σ_i τ_ji ω'_i (W_i − baseline_i).
 
-Densities of the chain are evaluated with its parameters fixed: their score has expectation zero, and
-without it the gradient of an exact chain is zero for every sample.
+Densities of the chain are evaluated with its parameters fixed: their score has expectation zero,
+and without it the gradient of an exact chain is zero for every sample.
 """
 
 from typing import NamedTuple
@@ -177,9 +178,7 @@ def _terminal_nodes(law: Mixture, key: PRNGKey) -> Nodes:
     return Nodes(law.log_weights, law.means + jax.vmap(linalg.matvec)(law.scale_trils, noise))
 
 
-def _step_back(
-    model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey
-) -> tuple[Nodes, Step]:
+def _step_back(model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey) -> tuple[Nodes, Step]:
     """Move the nodes of one sample from time k+1 to time k."""
     noise_key, choice_key = jax.random.split(key)
     regimes = jnp.arange(nodes.log_weights.shape[0])
@@ -236,9 +235,9 @@ def _row_ratio(
     model: SwitchingModel, states: Float[Array, "regime state"], at: Rows
 ) -> Float[Array, "regime"]:
     """Return r of time k+1."""
-    predicted = jax.vmap(
-        lambda one, x: jax.nn.logsumexp(one.log_joint(x)), in_axes=(1, 0)
-    )(at.density, states)
+    predicted = jax.vmap(lambda one, x: jax.nn.logsumexp(one.log_joint(x)), in_axes=(1, 0))(
+        at.density, states
+    )
     return _emitted(model, states, at.row, at.table) + predicted - _law(at.law, states)
 
 
