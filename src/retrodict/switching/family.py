@@ -16,17 +16,18 @@ from retrodict._families import (
     data_units,
     perceptron,
 )
-from retrodict._linearised import Taylor
+from retrodict._linearised import Affine, Taylor, whiten_emission
 from retrodict._model import (
+    AbstractLinearGaussianKernel,
     AbstractModel,
     Frozen,
     LinearGaussianKernel,
     Series,
+    dense_scale,
     unwrap,
 )
 from retrodict._numerics import GaussianLaw, condition, linalg
 from retrodict.switching.chain import Mixture, Moves, SwitchingChain
-from retrodict.switching.dynamics import Dynamics, start_near
 from retrodict.switching.gaussian_sum import (
     Update,
     emission_update,
@@ -35,33 +36,36 @@ from retrodict.switching.gaussian_sum import (
     prior_laws,
     updated,
 )
-from retrodict.switching.model import SwitchingModel, each, obs_dim_of, require_state
+from retrodict.switching.model import (
+    SwitchingModel,
+    each,
+    obs_dim_of,
+    over_regimes,
+    require_state,
+)
+from retrodict.switching.variational_model import default_model, model_near
 
 START = 0.1
-"""The root precision of an untrained look, in units of the prior's spread."""
+"""The root precision of an untrained factor of the network, in units of the prior's spread."""
 
 
 class Look(NamedTuple):
     """The information of a row: a Gaussian factor of the state and a potential per regime.
 
     Attributes:
-        design: h of value = h z + ε with standard normal ε, one row per regime, or one for all.
+        design: h of value = h x + ε with standard normal ε, for each regime.
         value: the value.
         log_potential: the log potential of each regime.
     """
 
-    design: Float[Array, "*time look state state"]
-    value: Float[Array, "*time look state"]
+    design: Float[Array, "*time regime look state"]
+    value: Float[Array, "*time regime look"]
     log_potential: Float[Array, "*time regime"]
 
     def update(self, laws: GaussianLaw) -> tuple[GaussianLaw, Float[Array, "source regime"]]:
         """Return predicted laws with axes (source, regime) after the row, and their evidence."""
-        per_regime = 0 if self.design.shape[0] > 1 else None
-        design, value = self.design, self.value
-        if per_regime is None:
-            design, value = design[0], value[0]
-        over_regimes = jax.vmap(condition, in_axes=(0, per_regime, per_regime))
-        after, innovation = jax.vmap(over_regimes, in_axes=(0, None, None))(laws, design, value)
+        to_regimes = jax.vmap(jax.vmap(condition), in_axes=(0, None, None))
+        after, innovation = to_regimes(laws, self.design, self.value)
         return after, innovation.log_prob + self.log_potential
 
 
@@ -70,7 +74,7 @@ class SwitchingRow(NamedTuple):
 
     Attributes:
         u: the input, or `None`.
-        look: the look of the network, or the row itself if the emission of the model is used.
+        look: the look, or the row itself if the look depends on the prediction.
     """
 
     u: Float[Array, "*time input"] | None
@@ -92,13 +96,14 @@ class SwitchingState(NamedTuple):
 class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChain]):
     """An amortised family over regimes and states, with one Gaussian per regime.
 
-    The family has a variational law of regimes and states: transition logits, a prior and a linear
-    Gaussian move per regime, which `prepare` sets to those of the model. A network reads each row
-    into a Gaussian factor of the state, per regime or the same for all, and a log potential of each
-    regime. All K² pairs of an earlier and a later regime are predicted and updated, and merged by
-    moments into one Gaussian per later regime, as in `gpb2_smoother`. The backward kernels are the
-    moves reversed, and keep all regimes: mixtures over the earlier regime, with weights that depend
-    on the later regime and state. A row without observed entries has no factor.
+    The family has a variational model, which is linear and Gaussian given its regimes. `prepare`
+    sets it to the model's parts, or to regressions of those that are not linear. A network corrects
+    its emission: it reads each row into a further Gaussian factor of the state, per regime or the
+    same for all, and a log potential of each regime. All K² pairs of an earlier and a later regime
+    are predicted and updated, and merged by moments into one Gaussian per later regime, as in
+    `gpb2_smoother`. The backward kernels are the moves reversed, and keep all regimes: mixtures
+    over the earlier regime, with weights that depend on the later regime and state. A row without
+    observed entries has no factor.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -115,14 +120,14 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         input_dim: the dimension of an input; 0 if the model takes none.
         width: units in a hidden layer of the network.
         depth: hidden layers.
-        per_regime: whether each regime has a factor of its own; `False` suits models whose
-            emission is the same in all regimes.
+        per_regime: whether the network emits a factor for each regime; `False` suits models
+            whose emission is the same in all regimes.
     """
 
     num_paths: ClassVar[int] = 2
 
     network: eqx.nn.MLP | None
-    dynamics: Dynamics | SwitchingModel
+    model: SwitchingModel
     coordinates: Coordinates
     state_dim: int = eqx.field(static=True)  # pyright: ignore
     obs_dim: int = eqx.field(static=True)  # pyright: ignore
@@ -152,7 +157,7 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         size = looks * (state_dim + perceptron.tril_size(state_dim)) + num_regimes
         features = 2 * self.obs_dim + self.input_dim
         self.network = perceptron.mlp(key, features, size, width, check_count(depth, "depth"))
-        self.dynamics = Dynamics.default(num_regimes, state_dim, self.input_dim)
+        self.model = default_model(num_regimes, state_dim, obs_dim, self.input_dim)
         self.coordinates = Coordinates.identity(state_dim, obs_dim, self.input_dim)
 
     @classmethod
@@ -194,7 +199,7 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
             plain.num_regimes,
             input_dim=input_dim,
         )
-        return eqx.tree_at(lambda f: (f.network, f.dynamics), family, (None, copy))
+        return eqx.tree_at(lambda f: (f.network, f.model), family, (None, copy))
 
     def started(self, model: AbstractModel, batch: Series) -> "SwitchingFamily":
         """Return the family in the units of the data, with the model's law of regimes and states.
@@ -210,9 +215,10 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
             )
         if self.network is None:
             return self
-        coordinates, dynamics = start_near(unwrap(model), data_units(batch), self.input_dim)  # pyright: ignore
-        fresh = (jax.tree.map(Frozen, coordinates), dynamics)
-        return eqx.tree_at(lambda family: (family.coordinates, family.dynamics), self, fresh)
+        units = data_units(batch)
+        coordinates, near = model_near(unwrap(model), units, self.input_dim)  # pyright: ignore
+        fresh = (jax.tree.map(Frozen, coordinates), near)
+        return eqx.tree_at(lambda family: (family.coordinates, family.model), self, fresh)
 
     def redraw(self, key: PRNGKey) -> "SwitchingFamily":
         """Return the same family with a new random network."""
@@ -223,38 +229,62 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
 
     def init(self) -> SwitchingState:
         """Return the variational prior."""
-        dynamics = unwrap(self.dynamics)
-        leaves = jax.tree.leaves(eqx.filter(dynamics, eqx.is_inexact_array))
-        laws = prior_laws(dynamics, jnp.result_type(*leaves))
+        model = unwrap(self.model)
+        leaves = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+        laws = prior_laws(model, jnp.result_type(*leaves))
         return SwitchingState(laws, jnp.zeros((), jnp.int32))
 
     def embed(self, row: Series) -> SwitchingRow:
-        """Compute the look at the row, and its input in the units of the dynamics."""
+        """Compute the look at the row, and its input in the units of the variational model."""
         if self.network is None:
-            return SwitchingRow(row.inputs, row)
-        u = None if row.inputs is None else self.coordinates.standard_input(row.inputs)
-        return SwitchingRow(u, self._look(self.network, row))
+            is_linear = self._emission_is_linear
+            return SwitchingRow(row.inputs, self._emitted(row) if is_linear else row)
+        units = self.coordinates
+        u = None if row.inputs is None else units.standard_input(row.inputs)
+        ys = (row.ys - units.obs_location) / units.obs_scale
+        emitted = self._emitted(Series(ys, row.mask, u, None))
+        seen = self._seen(self.network, row)
+        design, value = (
+            jnp.concatenate(both, 1) for both in zip(emitted[:2], seen[:2], strict=True)
+        )
+        return SwitchingRow(u, Look(design, value, emitted.log_potential + seen.log_potential))
 
-    def _look(self, network: eqx.nn.MLP, row: Series) -> Look:
-        d, looks = self.state_dim, self.num_regimes if self.per_regime else 1
+    @property
+    def _emission_is_linear(self) -> bool:
+        kernels = each(self.model.emission)
+        return all(isinstance(kernel, AbstractLinearGaussianKernel) for kernel in kernels)
+
+    def _emitted(self, row: Series) -> Look:
+        """Return the look of the emission of the variational model."""
+
+        def of_regime(kernel: Any) -> Look:
+            fixed = kernel.at(row.inputs)
+            affine = Affine(fixed.weight, fixed.bias, dense_scale(fixed.scale_tril))
+            return Look(*whiten_emission(affine, row.ys, row.mask))
+
+        return over_regimes(self.model.emission, self.num_regimes, of_regime)
+
+    def _seen(self, network: eqx.nn.MLP, row: Series) -> Look:
+        """Return the look of the network."""
+        d, count = self.state_dim, self.num_regimes
         out = network(self.coordinates.features(row))
-        factors = out[: -self.num_regimes].reshape(looks, -1)
+        factors = out[:-count].reshape(count if self.per_regime else 1, -1)
         roots = START * jax.vmap(lambda raw: perceptron.tril_from(raw, d))(factors[:, d:])
-        designs = jnp.swapaxes(roots, -1, -2)
+        design = jnp.broadcast_to(jnp.swapaxes(roots, -1, -2), (count, d, d))
         values = jax.vmap(linalg.solve_triangular)(roots, factors[:, :d])
-        look = Look(designs, values, out[-self.num_regimes :])
+        look = Look(design, jnp.broadcast_to(values, (count, d)), out[-count:])
         if row.mask is None:
             return look
         is_observed = jnp.any(row.mask)
         return jax.tree.map(lambda leaf: jnp.where(is_observed, leaf, 0.0), look)
 
     def _update(self, embedded: SwitchingRow) -> Update:
-        if isinstance(self.dynamics, SwitchingModel):
-            return emission_update(self.dynamics, Taylor(), embedded.look)
-        return embedded.look.update
+        if isinstance(embedded.look, Look):
+            return embedded.look.update
+        return emission_update(self.model, Taylor(), embedded.look)
 
     def _moves(self, laws: Mixture, embedded: SwitchingRow) -> Moves:
-        return moves_of(self.dynamics, Taylor(), laws, embedded.u)
+        return moves_of(self.model, Taylor(), laws, embedded.u)
 
     def advance(self, state: SwitchingState, embedded: SwitchingRow) -> SwitchingState:
         """Predict all pairs of regimes, update them by the row, and merge them."""
@@ -274,8 +304,8 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         if self.network is None:
             return Factor(laws, moves)
         law = jax.vmap(self.coordinates.original_law)(laws.means, laws.scale_trils)
-        over_regimes = jax.vmap(jax.vmap(self.coordinates.original_kernel))
-        kernels = over_regimes(moves.weights, moves.biases, moves.scale_trils)
+        to_original = jax.vmap(jax.vmap(self.coordinates.original_kernel))
+        kernels = to_original(moves.weights, moves.biases, moves.scale_trils)
         return Factor(
             Mixture(laws.log_weights, *law, laws.regimes), Moves(moves.log_probabilities, *kernels)
         )
