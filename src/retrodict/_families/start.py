@@ -239,12 +239,17 @@ def within_reach(paths: Float[Array, "sample time d"]) -> Float[Array, "sample t
     return centre + jnp.clip(jnp.nan_to_num(paths - centre), -reach, reach)
 
 
-def regress(before: Array, after: Array) -> tuple[Array, Array, Array]:
-    """Return weight, bias and scale of a linear-Gaussian kernel by least squares."""
+def regress(
+    before: Array, after: Array, weights: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """Return weight, bias and scale of a linear-Gaussian kernel by (weighted) least squares."""
     if before.shape[0] == 0:  # one row: there is no transition to learn from
         d = before.shape[1]
         return jnp.eye(d), jnp.zeros(d), jnp.eye(d)
     design = jnp.concatenate([before, jnp.ones((before.shape[0], 1), before.dtype)], axis=1)
+    if weights is not None:
+        roots = jnp.sqrt(weights / jnp.mean(weights))[:, None]
+        design, after = roots * design, roots * after
     coefficients = jnp.linalg.lstsq(design, after)[0]
     residual = after - jnp.matmul(design, coefficients, precision=lax.Precision.HIGHEST)
     return coefficients[:-1].T, coefficients[-1], sample_scale(residual)

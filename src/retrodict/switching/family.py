@@ -244,9 +244,8 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         ys = (row.ys - units.obs_location) / units.obs_scale
         emitted = self._emitted(Series(ys, row.mask, u, None))
         seen = self._seen(self.network, row)
-        design, value = (
-            jnp.concatenate(both, 1) for both in zip(emitted[:2], seen[:2], strict=True)
-        )
+        design = jnp.concatenate([emitted.design, seen.design], axis=1)
+        value = jnp.concatenate([emitted.value, seen.value], axis=1)
         return SwitchingRow(u, Look(design, value, emitted.log_potential + seen.log_potential))
 
     @property

@@ -1,12 +1,12 @@
 """The variational model of a family: linear and Gaussian given the regimes, near a given model."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from retrodict._families import (
     Coordinates,
@@ -30,6 +30,9 @@ NUM_TIMES = 256
 
 MAX_ROWS = 20_000
 """The largest number of simulated rows of a regression."""
+
+OTHERS = 0.01
+"""The weight of the states of other regimes in a regression, for regimes that are rare."""
 
 STAY = 0.9
 """The probability to stay in a regime before `prepare` is called."""
@@ -64,16 +67,16 @@ def model_near(
 ) -> tuple[Coordinates, SwitchingModel]:
     """Return the units of states and data, and a linear-Gaussian version of a model in them.
 
-    Linear-Gaussian parts are those of the model. Others are replaced by regressions on draws from
-    the model.
+    Linear-Gaussian parts are those of the model. Others are replaced by one regression per regime,
+    on draws from the model in that regime.
 
     Args:
         model: an unwrapped model.
         units: the units of the data.
         input_dim: the dimension of an input; 0 if the model takes none.
     """
-    coordinates, states, before, us = _simulated(model, units)
-    priors, transitions, emissions = _standard_parts(model, coordinates, states, before, us)
+    coordinates, emitting, moving = _simulated(model, units)
+    priors, transitions, emissions = _standard_parts(model, coordinates, emitting, moving)
     count = model.num_regimes
 
     def kernel(arrays: tuple[Array, ...], j: int) -> LinearGaussianKernel:
@@ -81,7 +84,7 @@ def model_near(
         moved = input_weight if input_dim else None
         return LinearGaussianKernel(weight, bias, PositiveTril(noise), moved)
 
-    shared = not isinstance(model.emission, tuple)
+    shared = isinstance(model.emission, LinearGaussianKernel)
     emission = [kernel(emissions, j) for j in range(1 if shared else count)]
     prior = [Gaussian(priors[0][j], PositiveTril(priors[1][j])) for j in range(count)]
     transition = [kernel(transitions, j) for j in range(count)]
@@ -90,41 +93,42 @@ def model_near(
     return coordinates, standard
 
 
+class Simulated(NamedTuple):
+    """Simulated rows: states, the regime of the kernel that reads them, and its input."""
+
+    states: Float[Array, "rows state"]
+    regimes: Int[Array, "rows"]
+    us: Float[Array, "rows input"] | None
+
+
 @eqx.filter_jit
-def _simulated(
-    model: SwitchingModel, units: DataUnits
-) -> tuple[
-    Coordinates,
-    tuple[Float[Array, "rows state"], Float[Array, "rows input"] | None],
-    Float[Array, "moves state"],
-    Float[Array, "moves input"] | None,
-]:
-    """Return coordinates, simulated states with inputs, and states before a move with its inputs."""
+def _simulated(model: SwitchingModel, units: DataUnits) -> tuple[Coordinates, Simulated, Simulated]:
+    """Return coordinates, and the simulated rows of emissions and of moves."""
     num_times = min(units.num_times, NUM_TIMES)
     us = None if units.inputs is None else units.inputs[:num_times]
     keys = jax.random.split(jax.random.key(0), NUM_PATHS)
-    paths = jax.vmap(lambda key: model.simulate(key, num_times, inputs=us)[1])(keys)
+    zs, paths, _ = jax.vmap(lambda key: model.simulate(key, num_times, inputs=us))(keys)
     paths = within_reach(paths)
     count = min(NUM_PATHS, max(1, MAX_ROWS // num_times))
 
-    def rows(begin: int, end: int) -> tuple[Array, Array | None]:
-        chosen = None if us is None else jnp.tile(us[num_times - (end - begin) :], (count, 1))
-        return paths[:count, begin:end].reshape(-1, model.state_dim), chosen
+    def rows(lag: int) -> Simulated:
+        chosen = None if us is None else jnp.tile(us[lag:], (count, 1))
+        before = paths[:count, : num_times - lag].reshape(-1, model.state_dim)
+        return Simulated(before, zs[:count, lag:].reshape(-1), chosen)
 
     states = paths.reshape(-1, model.state_dim)
     location = jnp.mean(states, axis=0)
     spread = sample_scale(states - location[None])
     coordinates = Coordinates(*units.scales, location, spread)
-    return coordinates, rows(0, num_times), *rows(0, num_times - 1)
+    return coordinates, rows(0), rows(1)
 
 
 @eqx.filter_jit
 def _standard_parts(
     model: SwitchingModel,
     coordinates: Coordinates,
-    states: tuple[Float[Array, "rows state"], Float[Array, "rows input"] | None],
-    before: Float[Array, "moves state"],
-    us: Float[Array, "moves input"] | None,
+    emitting: Simulated,
+    moving: Simulated,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
     """Return mean and scale of the priors, and weight, bias, scale and input weight of kernels.
 
@@ -139,17 +143,19 @@ def _standard_parts(
     def standard_obs(ys: Float[Array, "rows obs"]) -> Float[Array, "rows obs"]:
         return (ys - coordinates.obs_location[None]) / coordinates.obs_scale[None]
 
-    def by_regression(kernel: Any, xs: Array, us: Array | None, units: Any) -> tuple[Array, ...]:
-        several = jax.random.split(jax.random.key(2), xs.shape[0])
-        drawn = jax.vmap(kernel.sample)(several, xs, us).astype(xs.dtype)
-        columns = [standard(xs)]
-        if us is not None:
-            columns.append(jax.vmap(coordinates.standard_input)(us))
-        weight, bias, noise = regress(jnp.concatenate(columns, axis=1), units(drawn))
-        d = xs.shape[1]
+    def by_regression(kernel: Any, regime: Array, rows: Simulated, units: Any) -> tuple:
+        several = jax.random.split(jax.random.key(2), rows.states.shape[0])
+        drawn = jax.vmap(kernel.sample)(several, rows.states, rows.us).astype(rows.states.dtype)
+        columns = [standard(rows.states)]
+        if rows.us is not None:
+            columns.append(jax.vmap(coordinates.standard_input)(rows.us))
+        weights = (rows.regimes == regime) + OTHERS
+        design = jnp.concatenate(columns, axis=1)
+        weight, bias, noise = regress(design, units(drawn), weights.astype(design.dtype))
+        d = rows.states.shape[1]
         return weight[:, :d], bias, noise, weight[:, d:]
 
-    def prior(law: Any) -> tuple[Array, Array]:
+    def prior(law: Any, _: Array) -> tuple[Array, Array]:
         if isinstance(law, Gaussian):
             scale = linalg.solve_triangular(spread, dense_scale(law.scale_tril))
             return linalg.solve_triangular(spread, law.mean - location), with_density(scale)
@@ -157,19 +163,20 @@ def _standard_parts(
         mean = jnp.mean(draws, axis=0)
         return mean, sample_scale(draws - mean[None])
 
-    def move(kernel: Any) -> tuple[Array, ...]:
+    def move(kernel: Any, regime: Array) -> tuple[Array, ...]:
         if isinstance(kernel, LinearGaussianKernel):
-            return _arrays(standard_with_input(coordinates, kernel), us)
-        return by_regression(kernel, before, us, standard)
+            return _arrays(standard_with_input(coordinates, kernel), moving.us)
+        return by_regression(kernel, regime, moving, standard)
 
-    def emit(kernel: Any) -> tuple[Array, ...]:
+    def emit(kernel: Any, regime: Array) -> tuple[Array, ...]:
         if isinstance(kernel, LinearGaussianKernel):
-            return _arrays(_standard_emission(coordinates, kernel), us)
-        return by_regression(kernel, *states, standard_obs)
+            return _arrays(_standard_emission(coordinates, kernel), emitting.us)
+        return by_regression(kernel, regime, emitting, standard_obs)
 
-    parts = ((model.prior, prior), (model.transition, move), (model.emission, emit))
-    priors, moves, emissions = (over_regimes(part, model.num_regimes, fn) for part, fn in parts)
-    return priors, moves, emissions
+    def of(part: Any, fn: Any) -> Any:
+        return over_regimes(part, model.num_regimes, fn, jnp.arange(model.num_regimes))
+
+    return of(model.prior, prior), of(model.transition, move), of(model.emission, emit)
 
 
 def _arrays(kernel: LinearGaussianKernel, us: Array | None) -> tuple[Array, ...]:
