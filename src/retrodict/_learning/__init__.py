@@ -3,7 +3,12 @@
 from retrodict._learning.dataset import batch_for as batch_for
 from retrodict._learning.elbo_of_rows import elbo_of_rows as elbo_of_rows
 from retrodict._learning.em import EMResult as EMResult
+from retrodict._learning.em import beside_inputs as beside_inputs
 from retrodict._learning.em import em as em
+from retrodict._learning.em import is_frozen as is_frozen
+from retrodict._learning.em import refuse_partly_missing_rows as refuse_partly_missing_rows
+from retrodict._learning.em import regression as regression
+from retrodict._learning.em import scale_like as scale_like
 from retrodict._learning.fit import default_estimator as default_estimator
 from retrodict._learning.fit import fit as fit
 from retrodict._learning.fit_evidence import EvidenceResult as EvidenceResult

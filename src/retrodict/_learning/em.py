@@ -194,15 +194,15 @@ def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series)
                 f"The {name} is a {type(part).__name__}, for which the M-step has no closed form."
                 " Learn the model with fit or fit_evidence."
             )
-    if isinstance(prior, Gaussian) and not _is_frozen(prior, "prior"):
+    if isinstance(prior, Gaussian) and not is_frozen(prior, "prior"):
         prior = _new_prior(prior, chains)
     has_pairs, has_rows = _has_data(batch)
     learns_transition = isinstance(transition, LinearGaussianKernel) and has_pairs
-    if learns_transition and not _is_frozen(transition, "transition"):
+    if learns_transition and not is_frozen(transition, "transition"):
         transition = _new_transition(transition, chains, batch)
     learns_emission = isinstance(emission, LinearGaussianKernel) and has_rows
-    if learns_emission and not _is_frozen(emission, "emission"):
-        _refuse_partly_missing_rows(batch)
+    if learns_emission and not is_frozen(emission, "emission"):
+        refuse_partly_missing_rows(batch)
         emission = _new_emission(emission, chains, batch)
     return learnable(StateSpaceModel(prior, transition, emission))
 
@@ -213,8 +213,8 @@ def _has_data(batch: Series) -> tuple[bool, bool]:
     return longest > 1, batch.mask is None or bool(jnp.any(batch.mask))
 
 
-def _is_frozen(part: Any, name: str) -> bool:
-    """Return whether a part is frozen; raise if only some of it is."""
+def is_frozen(part: Any, name: str) -> bool:
+    """Return whether all of a part is frozen; raise if only some of it is."""
     leaves = jax.tree.leaves(part, is_leaf=lambda leaf: isinstance(leaf, Frozen))
     frozen = [isinstance(leaf, Frozen) for leaf in leaves]
     if any(frozen) and not all(frozen):
@@ -232,7 +232,7 @@ def _new_prior(prior: Gaussian, chains: LinearGaussianChain) -> Gaussian:
     shifts = first.mean - mean[None]
     covariance = jnp.mean(first.covariance, axis=0)
     covariance = covariance + linalg.matmul(shifts.T, shifts) / shifts.shape[0]
-    return Gaussian(mean, _scale_like(prior.scale_tril, covariance))
+    return Gaussian(mean, scale_like(prior.scale_tril, covariance))
 
 
 @eqx.filter_jit
@@ -244,11 +244,11 @@ def _new_transition(
     def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
         pairs, exists = chain.pairwise(), series.exists()
         inputs = None if series.inputs is None else series.inputs[1:]
-        means, spreads = _beside_inputs(kernel, pairs.mean, pairs.covariance, inputs)
+        means, spreads = beside_inputs(kernel, pairs.mean, pairs.covariance, inputs)
         ones = jnp.ones(means.shape[0], means.dtype)
         return means, spreads, ones if exists is None else exists[1:].astype(means.dtype)
 
-    return _regression(kernel, *jax.vmap(one)(chains, batch))
+    return regression(kernel, *jax.vmap(one)(chains, batch))
 
 
 @eqx.filter_jit
@@ -261,15 +261,16 @@ def _new_emission(
         laws, known = chain.marginals(), series.ys.shape[1]
         means = jnp.concatenate([laws.mean, series.ys], axis=1)
         spreads = jnp.pad(laws.covariance, ((0, 0), (0, known), (0, known)))
-        means, spreads = _beside_inputs(kernel, means, spreads, series.inputs)
+        means, spreads = beside_inputs(kernel, means, spreads, series.inputs)
         ones = jnp.ones(means.shape[0], means.dtype)
         mask = series.mask
         return means, spreads, ones if mask is None else jnp.all(mask, axis=1).astype(means.dtype)
 
-    return _regression(kernel, *jax.vmap(one)(chains, batch))
+    return regression(kernel, *jax.vmap(one)(chains, batch))
 
 
-def _refuse_partly_missing_rows(batch: Series) -> None:
+def refuse_partly_missing_rows(batch: Series) -> None:
+    """Refuse rows of which some entries are observed and some are not."""
     if batch.mask is None:
         return
     all_or_nothing = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
@@ -280,7 +281,7 @@ def _refuse_partly_missing_rows(batch: Series) -> None:
         )
 
 
-def _beside_inputs(
+def beside_inputs(
     kernel: LinearGaussianKernel,
     means: Float[Array, "row size"],
     covariances: Float[Array, "row size size"],
@@ -296,7 +297,7 @@ def _beside_inputs(
     return means, spreads.at[:, random[:, None], random[None, :]].set(covariances)
 
 
-def _regression(
+def regression(
     kernel: LinearGaussianKernel,
     means: Float[Array, "batch row size"],
     spreads: Float[Array, "batch row size size"],
@@ -325,12 +326,12 @@ def _regression(
     return LinearGaussianKernel(
         coefficients[:, :state_dim],
         linalg.matvec(contrast, centre),
-        _scale_like(kernel.scale_tril, 0.5 * (covariance + covariance.T)),
+        scale_like(kernel.scale_tril, 0.5 * (covariance + covariance.T)),
         coefficients[:, state_dim:] if kernel.input_weight is not None else None,
     )
 
 
-def _scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
+def scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
     """Return a dense factor, or standard deviations if the scale was diagonal."""
     if isinstance(scale, Diagonal):
         return Diagonal(jnp.sqrt(jnp.diagonal(covariance)))

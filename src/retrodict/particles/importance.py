@@ -1,7 +1,7 @@
 """Importance sampling of whole paths of a chain."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -27,7 +27,53 @@ AT_ONCE = 100
 """The number of paths that are weighed at once."""
 
 
-class ImportancePosterior(AbstractWeightedStates):
+class AbstractImportance(eqx.Module):
+    """Log weights of paths and what they show of the chain that the paths were drawn from."""
+
+    if TYPE_CHECKING:
+        # A type checker would treat abstract variables as arguments of the constructor.
+
+        @property
+        def log_weights(self) -> Float[Array, "sample"]:
+            """The normalised log weights."""
+            ...
+
+        @property
+        def raw_log_weights(self) -> Float[Array, "sample"]:
+            """The log weights log p(x, y) − log q(x)."""
+            ...
+    else:
+        log_weights: eqx.AbstractVar[Float[Array, "sample"]]
+        raw_log_weights: eqx.AbstractVar[Float[Array, "sample"]]
+
+    @property
+    def ess(self) -> Scalar:
+        """The effective sample size 1/Σ w²."""
+        return 1.0 / jnp.sum(jnp.exp(2.0 * self.log_weights))
+
+    @property
+    def log_evidence(self) -> Scalar:
+        """The logarithm of the mean of the raw weights, whose exponential is unbiased."""
+        return jax.nn.logsumexp(self.raw_log_weights) - math.log(self.raw_log_weights.shape[0])
+
+    @property
+    def log_evidence_standard_error(self) -> Scalar:
+        """The standard error of `log_evidence`, by the delta method; NaN for a single path."""
+        ratios = jnp.exp(self.raw_log_weights - self.log_evidence)
+        return _standard_error(ratios)
+
+    @property
+    def elbo(self) -> Scalar:
+        """The mean of the raw log weights, an unbiased estimate of the chain's ELBO."""
+        return jnp.mean(self.raw_log_weights)
+
+    @property
+    def elbo_standard_error(self) -> Scalar:
+        """The standard error of `elbo`; NaN for a single path."""
+        return _standard_error(self.raw_log_weights)
+
+
+class ImportancePosterior(AbstractImportance, AbstractWeightedStates):
     """Weighted paths that approximate the law of the states given the whole series.
 
     Attributes:
@@ -43,39 +89,12 @@ class ImportancePosterior(AbstractWeightedStates):
     """
 
     samples: Float[Array, "sample time state"]
-    log_weights: Float[Array, "sample"]
-    raw_log_weights: Float[Array, "sample"]
+    log_weights: Float[Array, "sample"]  # pyright: ignore
+    raw_log_weights: Float[Array, "sample"]  # pyright: ignore
     k_hat: Scalar
     data: Series
     length: Int[Array, ""] | None
     messages: tuple[str, ...] = eqx.field(static=True)
-
-    @property
-    def ess(self) -> Scalar:
-        """The effective sample size 1/Σ w²."""
-        return 1.0 / jnp.sum(jnp.exp(2.0 * self.log_weights))
-
-    @property
-    def log_evidence(self) -> Scalar:
-        """The logarithm of the mean of the raw weights, whose exponential is unbiased."""
-        return jax.nn.logsumexp(self.raw_log_weights) - math.log(self.samples.shape[0])
-
-    @property
-    def log_evidence_standard_error(self) -> Scalar:
-        """The standard error of `log_evidence`, by the delta method; NaN for a single path."""
-        count = self.samples.shape[0]
-        ratios = jnp.exp(self.raw_log_weights - self.log_evidence)
-        return _deviation(ratios) / math.sqrt(count)
-
-    @property
-    def elbo(self) -> Scalar:
-        """The mean of the raw log weights, an unbiased estimate of the chain's ELBO."""
-        return jnp.mean(self.raw_log_weights)
-
-    @property
-    def elbo_standard_error(self) -> Scalar:
-        """The standard error of `elbo`; NaN for a single path."""
-        return _deviation(self.raw_log_weights) / math.sqrt(self.samples.shape[0])
 
     def quantile(self, probability: float) -> Float[Array, "time state"]:
         """Return the quantile of each coordinate of the smoothed states.
@@ -182,36 +201,49 @@ def importance_smoother(
     )
     paths = chain.sample(key, num_samples)
     raw = log_weights_of(model, chain, paths, series)
+    log_weights, k_hat, messages = correction(
+        "importance_smoother", raw, smooth, "guided_smoother or importance_weighted_bound"
+    )
+    return ImportancePosterior(paths, log_weights, raw, k_hat, series.rows, series.length, messages)
+
+
+def correction(
+    owner: str, raw: Float[Array, "sample"], smooth: bool, instead: str
+) -> tuple[Float[Array, "sample"], Scalar, tuple[str, ...]]:
+    """Return normalised log weights of paths, their Pareto shape, and warnings.
+
+    Args:
+        owner: the name of the function, for messages.
+        raw: log p(x, y) − log q(x) of each path.
+        smooth: whether the largest weights are smoothed.
+        instead: the functions that run inside of JAX, for the message about traced weights.
+
+    Raises:
+        TypeError: if the weights are traced.
+        FloatingPointError: if a weight is undefined, or all are zero.
+    """
     if not is_concrete(raw):
         raise TypeError(
-            "importance_smoother expects concrete arrays, got traced ones: it fits a Pareto law"
-            " outside of JAX. Call it outside of jax.jit and jax.vmap, or use guided_smoother or"
-            " importance_weighted_bound, which run inside."
+            f"{owner} expects concrete arrays, got traced ones: it fits a Pareto law outside of"
+            f" JAX. Call it outside of jax.jit and jax.vmap, or use {instead}, which run inside."
         )
-    _check_weights(np.asarray(raw))
+    _check_weights(owner, np.asarray(raw))
     smoothed, k_hat = pareto_smoothed(raw)
-    return ImportancePosterior(
-        paths,
-        jnp.asarray(smoothed, raw.dtype) if smooth else raw - jax.nn.logsumexp(raw),
-        raw,
-        jnp.asarray(k_hat, raw.dtype),
-        series.rows,
-        series.length,
-        _messages(k_hat, num_samples),
-    )
+    log_weights = jnp.asarray(smoothed, raw.dtype) if smooth else raw - jax.nn.logsumexp(raw)
+    return log_weights, jnp.asarray(k_hat, raw.dtype), _messages(k_hat, raw.shape[0])
 
 
-def _check_weights(raw: np.ndarray) -> None:
+def _check_weights(owner: str, raw: np.ndarray) -> None:
     """Refuse weights that are undefined or all zero."""
     undefined = np.isnan(raw) | (raw == np.inf)
     if np.any(undefined):
         raise FloatingPointError(
-            f"importance_smoother: the log weights of {np.sum(undefined)} of {raw.size} paths are"
+            f"{owner}: the log weights of {np.sum(undefined)} of {raw.size} paths are"
             " NaN or +inf. Check that the densities of the model and of the chain are finite."
         )
     if np.all(raw == -np.inf):
         raise FloatingPointError(
-            f"importance_smoother: all {raw.size} paths are impossible under the model. Check that"
+            f"{owner}: all {raw.size} paths are impossible under the model. Check that"
             " the chain was made for this model and these observations."
         )
 
@@ -231,10 +263,11 @@ def _messages(k_hat: float, num_samples: int) -> tuple[str, ...]:
     )
 
 
-def _deviation(values: Float[Array, "sample"]) -> Scalar:
+def _standard_error(values: Float[Array, "sample"]) -> Scalar:
+    """Return the standard error of the mean; NaN for a single value."""
     if values.shape[0] == 1:
         return jnp.full_like(values[0], jnp.nan)
-    return jnp.std(values, ddof=1)
+    return jnp.std(values, ddof=1) / math.sqrt(values.shape[0])
 
 
 def importance_weighted_bound(
@@ -309,8 +342,7 @@ def _bound(
     by_replicate = log_weights.reshape(num_replicates, num_paths)
     values = jax.nn.logsumexp(by_replicate, axis=1) - math.log(num_paths)
     # Under an exact chain all values agree, and the standard deviation has no derivative.
-    spread = _deviation(jax.lax.stop_gradient(values))
-    return Estimate(jnp.mean(values), spread / math.sqrt(num_replicates))
+    return Estimate(jnp.mean(values), _standard_error(jax.lax.stop_gradient(values)))
 
 
 def _checked(

@@ -107,19 +107,16 @@ def _enumerate(
     count, exists = model.num_regimes, series.exists()
     if exists is not None:
         # Paths that differ in padding alone are copies of one path, which share its probability.
-        paths = jnp.where(exists, paths, 0)
-
-    def of_path(zs: Array) -> tuple[Scalar, Array, Array]:
-        posterior = smooth_series(*given_regimes(model, series, zs), False)
-        law = posterior.chain.marginals()
-        return posterior.log_evidence, law.mean, law.covariance
+        paths = jnp.where(exists[None], paths, 0)
 
     matrices = log_transitions(model, series)
     steps = jnp.arange(series.num_times - 1)
     priors = jax.vmap(lambda zs: matrices[steps, zs[:-1], zs[1:]])(paths)
     if exists is not None:
-        priors = jnp.where(exists[1:], priors, -jnp.log(count))
-    evidences, means, covariances = jax.lax.map(of_path, paths, batch_size=256)
+        priors = jnp.where(exists[None, 1:], priors, -jnp.log(count))
+    evidences, means, covariances = jax.lax.map(
+        lambda zs: smooth_given_regimes(model, series, zs), paths, batch_size=256
+    )
     initial = model.regimes.log_initial()[paths[:, 0]]
     joint = initial + jnp.sum(priors, axis=1) + evidences
     log_evidence = jax.nn.logsumexp(joint)
@@ -127,7 +124,7 @@ def _enumerate(
     weights = jnp.exp(log_weights)
     members = jax.nn.one_hot(paths, count, dtype=weights.dtype)
     mean = jnp.einsum("p,pti->ti", weights, means)
-    shifts = means - mean
+    shifts = means - mean[None]
     covariance = jnp.einsum("p,ptij->tij", weights, covariances)
     covariance += jnp.einsum("p,pti,ptj->tij", weights, shifts, shifts)
     probabilities = jnp.einsum("p,ptk->tk", weights, members)
@@ -141,6 +138,15 @@ def _enumerate(
         jnp.zeros_like(mean),
     )
     return Enumeration(paths, log_weights, log_evidence, marginals)
+
+
+def smooth_given_regimes(
+    model: SwitchingModel, series: Series, zs: Int[Array, "time"]
+) -> tuple[Scalar, Float[Array, "time state"], Float[Array, "time state state"]]:
+    """Return log p(y | z), and the smoothed means and covariances of the states given z."""
+    posterior = smooth_series(*given_regimes(model, series, zs), False)
+    law = posterior.chain.marginals()
+    return posterior.log_evidence, law.mean, law.covariance
 
 
 def given_regimes(

@@ -44,6 +44,16 @@ Update = Callable[[GaussianLaw], tuple[GaussianLaw, Array]]
 class SwitchingPosterior(eqx.Module):
     """The result of a smoother of a switching model.
 
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model = rd.switching.SwitchingModel(
+        ...     rd.switching.Regimes.from_probabilities([0.5, 0.5], [[0.9, 0.1], [0.1, 0.9]]),
+        ...     emission=[rd.Gaussian(jnp.full(1, m), jnp.eye(1)) for m in (0.0, 3.0)],
+        ... )
+        >>> posterior = rd.switching.forward_backward(model, jnp.array([[0.1], [2.5]]))
+        >>> posterior.log_evidence_increments.shape, posterior.chain.num_times
+        ((2,), 2)
+
     Attributes:
         chain: the law of the paths of regimes and states.
         log_evidence: log p(y); approximate unless the smoother is exact.
@@ -299,6 +309,6 @@ def merge_laws(log_weights: Float[Array, "source"], laws: GaussianLaw) -> Gaussi
         return GaussianLaw(laws.mean[0], laws.scale[0])
     mean = jnp.sum(jnp.exp(log_weights)[:, None] * laws.mean, axis=0)
     roots = jnp.exp(0.5 * log_weights)
-    spreads = jnp.concatenate([laws.scale, (laws.mean - mean)[..., None]], axis=-1)
+    spreads = jnp.concatenate([laws.scale, (laws.mean - mean[None])[..., None]], axis=-1)
     columns = jnp.moveaxis(roots[:, None, None] * spreads, 0, 1)
     return law_of(mean, columns.reshape(mean.shape[0], -1))

@@ -19,6 +19,8 @@ from retrodict._model import (
     DistributionKernel,
     Gaussian,
     Series,
+    StateSpaceModel,
+    check_densities,
     learnable_part,
     prepare_batch,
     prepare_inputs,
@@ -31,6 +33,9 @@ from retrodict._model import (
 from retrodict.switching.regimes import AbstractRegimes
 
 T = TypeVar("T")
+
+PARTS = ("prior", "transition", "emission")
+"""The parts that regimes select."""
 
 
 def _as_parts(value: Any) -> Any:
@@ -113,7 +118,7 @@ class SwitchingModel(AbstractModel):
     def state_dim(self) -> int:
         """The dimension of the continuous state; 0 for a hidden Markov model."""
         prior = unwrap(self).prior
-        return 0 if prior is None else shape_of_draw(_first(prior))[0]
+        return 0 if prior is None else shape_of_draw(of_regime(prior, 0))[0]
 
     @property
     def is_finite(self) -> bool:
@@ -239,8 +244,21 @@ def each(part: Any) -> tuple[Any, ...]:
     return part if isinstance(part, tuple) else (part,)
 
 
-def _first(part: Any) -> Any:
-    return part[0] if isinstance(part, tuple) else part
+def of_regime(part: Any, j: int) -> Any:
+    """Return the part of one regime."""
+    return part[j] if isinstance(part, tuple) else part
+
+
+def by_regime(model: SwitchingModel) -> list[StateSpaceModel]:
+    """Return the state-space model of each regime, as if it never changed."""
+    models = []
+    for j in range(model.num_regimes):
+        parts = {name: of_regime(getattr(model, name), j) for name in PARTS}
+        try:
+            models.append(StateSpaceModel(**parts))
+        except ValueError as error:
+            raise ValueError(f"The model of regime {j} is invalid: {error}") from error
+    return models
 
 
 def over_regimes(part: Any, num_regimes: int, fn: Callable[..., T], *arrays: Any) -> T:
@@ -301,7 +319,7 @@ def transition_log_probs(
     )
 
 
-def log_transitions(model: SwitchingModel, series: Series) -> Float[Array, "time-1 regime regime"]:
+def log_transitions(model: SwitchingModel, series: Series) -> Float[Array, "step regime regime"]:
     """Return log p(z_k = j | z_{k-1} = i) of every step, for regimes that ignore the state."""
     count, steps = model.num_regimes, series.num_times - 1
     if series.inputs is None or not model.regimes.takes_input:
@@ -457,6 +475,9 @@ def _check_series(model: SwitchingModel, series: Series) -> None:
         raise ValueError(
             f"ys must have {obs_dim} columns for this model, got {series.ys.shape[-1]}."
         )
+    if not model.is_finite:
+        for one in by_regime(model):
+            check_densities(one, "A switching model", ("transition", "emission"))
     if not model.num_lags:
         return
     if series.ys.shape[-2] <= model.num_lags:
@@ -508,7 +529,7 @@ def prepare_states(
 def obs_dim_of(model: SwitchingModel, inputs: Float[Array, "*time input"] | None) -> int:
     """Return the dimension of observations, from the emission of the first regime."""
     dtype = jnp.result_type(float)
-    part = _first(model.emission)
+    part = of_regime(model.emission, 0)
     if not isinstance(part, AbstractKernel):
         return shape_of_draw(part)[0]
     if isinstance(part, AbstractLinearGaussianKernel) and inputs is None:
@@ -523,7 +544,7 @@ def obs_dim_of(model: SwitchingModel, inputs: Float[Array, "*time input"] | None
 def _check_parts(model: SwitchingModel) -> None:
     """Refuse parts of the wrong type, number or dimension."""
     count = model.num_regimes
-    for name in ("prior", "transition", "emission"):
+    for name in PARTS:
         part = getattr(model, name)
         if isinstance(part, tuple) and len(part) != count:
             raise ValueError(
@@ -532,29 +553,21 @@ def _check_parts(model: SwitchingModel) -> None:
             )
         for one in each(part):
             _check_type(model, name, one)
+    if model.is_finite:
+        return
+    by_regime(model)
     if any(not _is_value(leaf) for leaf in jax.tree.leaves(model)):
         return  # placeholders of a transformation, not arrays
-    dims = {shape_of_draw(law) for law in each(model.prior)}
-    if len(dims) > 1 or any(len(shape) != 1 for shape in dims):
+    x = jax.ShapeDtypeStruct((model.state_dim,), jnp.result_type(float))
+    _check_equal("priors", [shape_of_draw(law) for law in each(model.prior)])
+    without_input = [kernel for kernel in each(model.emission) if not kernel.takes_input]
+    _check_equal("emissions", [shape_of_draw(kernel, x) for kernel in without_input])
+
+
+def _check_equal(name: str, shapes: list[tuple[int, ...]]) -> None:
+    if len(set(shapes)) > 1:
         raise ValueError(
-            "SwitchingModel expects priors over vectors of one shape (state,) in all regimes, got"
-            f" {sorted(dims)}."
-        )
-    if not dims:
-        return
-    shape = dims.pop()
-    x = jax.ShapeDtypeStruct(shape, jnp.result_type(float))
-    for kernel in each(model.transition):
-        if not kernel.takes_input and (out := shape_of_draw(kernel, x)) != shape:
-            raise ValueError(
-                f"SwitchingModel has a prior over {shape[0]} coordinates, so that its transitions"
-                f" must return shape {shape}, got {out}."
-            )
-    outs = {shape_of_draw(k, x) for k in each(model.emission) if not k.takes_input}
-    if len(outs) > 1 or any(len(out) != 1 for out in outs):
-        raise ValueError(
-            "SwitchingModel expects emissions over vectors of one shape (obs,) in all regimes, got"
-            f" {sorted(outs)}."
+            f"SwitchingModel expects {name} of one shape in all regimes, got {shapes}."
         )
 
 

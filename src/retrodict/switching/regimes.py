@@ -78,7 +78,8 @@ class Regimes(AbstractRegimes):
 
     Args:
         initial_logits: a, of shape `(regime,)`.
-        transition_logits: A, of shape `(regime, regime)`, with one row per previous regime.
+        transition_logits: A, of shape `(regime, regime)`, with one row per previous regime, or
+            `(1, regime)` if the next regime does not depend on the previous one.
         state_weight: R, of shape `(regime, state)`, for recurrent switching.
         input_weight: V, of shape `(regime, input)`; the transition takes inputs if it is given.
     """
@@ -103,10 +104,10 @@ class Regimes(AbstractRegimes):
         if len(initial) != 1 or not initial[0]:
             raise ValueError(f"Regimes expects initial_logits of shape (regime,), got {initial}.")
         count = initial[0]
-        if transition != (count, count):
+        if transition not in ((count, count), (1, count)):
             raise ValueError(
-                f"Regimes expects transition_logits of shape ({count}, {count}) beside"
-                f" {count} initial_logits, got {transition}."
+                f"Regimes expects transition_logits of shape ({count}, {count}) or (1, {count})"
+                f" beside {count} initial_logits, got {transition}."
             )
         for name in ("state_weight", "input_weight"):
             shape = shape_of(getattr(self, name))
@@ -152,10 +153,11 @@ class Regimes(AbstractRegimes):
         if regimes.state_weight is not None:
             if x is None:
                 raise ValueError("The regimes depend on the state: pass x, got None.")
-            logits = logits + linalg.matvec(regimes.state_weight, x)
+            logits = logits + linalg.matvec(regimes.state_weight, x)[None, :]
         if regimes.input_weight is not None:
-            logits = logits + linalg.matvec(regimes.input_weight, require_input(u))
-        return jax.nn.log_softmax(logits, axis=-1)
+            logits = logits + linalg.matvec(regimes.input_weight, require_input(u))[None, :]
+        count = logits.shape[-1]
+        return jnp.broadcast_to(jax.nn.log_softmax(logits, axis=-1), (count, count))
 
 
 def _logits(probabilities: Any, name: str) -> Array:
