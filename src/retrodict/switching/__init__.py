@@ -5,10 +5,13 @@ from retrodict.switching.chain import Mixture as Mixture
 from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
+from retrodict.switching.elbo import elbo as elbo
+from retrodict.switching.elbo_of_rows import switching_elbo_of_rows as switching_elbo_of_rows
 from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
 from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.evidence import log_evidence as log_evidence
+from retrodict.switching.family import SwitchingFamily as SwitchingFamily
 from retrodict.switching.fit_evidence import fit_evidence as fit_evidence
 from retrodict.switching.fit_result import SwitchingFit as SwitchingFit
 from retrodict.switching.forecast import SwitchingForecast as SwitchingForecast
@@ -49,6 +52,7 @@ __all__ = [
     "Regimes",
     "SwitchingChain",
     "SwitchingEMResult",
+    "SwitchingFamily",
     "SwitchingFit",
     "SwitchingForecast",
     "SwitchingImportance",
@@ -57,6 +61,7 @@ __all__ = [
     "SwitchingPosterior",
     "base_probabilities",
     "canonical_order",
+    "elbo",
     "em",
     "enumerate_regimes",
     "fit_evidence",

@@ -126,6 +126,16 @@ class Moves(eqx.Module):
     scale_trils: Float[Array, "*time source regime state state"]
     origins: GaussianLaw | None = None
 
+    def sources(self, laws: Mixture) -> tuple[GaussianLaw, int | None]:
+        """Return the laws of the states that move, and their axis `regime`; `None` without one.
+
+        Args:
+            laws: the filtering laws of one time.
+        """
+        if self.origins is None:
+            return GaussianLaw(laws.means, laws.scale_trils), None
+        return self.origins, 0
+
 
 class Reversed(NamedTuple):
     """The moves of one time, reversed: for each component c and later regime j.
@@ -224,10 +234,14 @@ class Reversed(NamedTuple):
         """Return the moves into one regime, without the axis `regime`."""
         return jax.tree.map(lambda leaf: leaf[:, z], self)
 
+    def log_joint(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
+        """Return the log density of each component and x', for the regime that `into` took."""
+        white = jax.vmap(linalg.matvec)(self.whitener, x[None] - self.predicted)
+        return self.constants - 0.5 * jnp.sum(white**2, axis=-1)
+
     def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
         """Return the log weight of each component, given x' and the regime that `into` took."""
-        white = jax.vmap(linalg.matvec)(self.whitener, x[None] - self.predicted)
-        return jax.nn.log_softmax(self.constants - 0.5 * jnp.sum(white**2, axis=-1))
+        return jax.nn.log_softmax(self.log_joint(x))
 
     def law(self, x: Float[Array, "state"], regimes: Int[Array, "component"]) -> Mixture:
         """Return the law of the earlier regime and state, given the later regime and state x'."""
@@ -297,9 +311,7 @@ def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
         back = nonsingular_law.reverse(mean, scale, weight, bias, noise)
         return predicted, inverse_cholesky(spread), *back
 
-    origins, axis = moves.origins, 0
-    if origins is None:
-        origins, axis = GaussianLaw(laws.means, laws.scale_trils), None
+    origins, axis = moves.sources(laws)
     over_targets = jax.vmap(reverse, in_axes=(axis, axis, 0, 0, 0))
     shared = moves.weights.shape[0] == 1
     over_sources = jax.vmap(over_targets, in_axes=(0, 0, *([None if shared else 0] * 3)))
