@@ -294,7 +294,7 @@ def _move_ratio(
     if model.is_finite:
         return switched
 
-    def by_model(kernel: Array, x: Array, before: Array) -> Array:
+    def by_model(kernel: Any, x: Array, before: Array) -> Array:
         return jax.vmap(lambda one: kernel.log_prob(one, x, u))(before)
 
     def by_chain(x: Array, before: Array, weight: Array, bias: Array, scale: Array) -> Array:
