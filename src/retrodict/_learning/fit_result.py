@@ -1,7 +1,7 @@
 """The result of `fit`, and whether it overfits or underfits."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax

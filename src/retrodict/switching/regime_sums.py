@@ -37,7 +37,7 @@ Densities of the chain are evaluated with its parameters fixed: their score has 
 and without it the gradient of an exact chain is zero for every sample.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

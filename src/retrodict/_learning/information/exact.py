@@ -10,7 +10,7 @@ the inverse information diverges, and an interval would be unbounded.
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
