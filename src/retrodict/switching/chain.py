@@ -25,7 +25,14 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
 from retrodict._model import LOG_2PI
-from retrodict._numerics import gram, inverse_cholesky, linalg, nonsingular_law
+from retrodict._numerics import (
+    GaussianLaw,
+    gram,
+    inverse_cholesky,
+    linalg,
+    nonsingular_law,
+    prefix_scan,
+)
 from retrodict.particles import descend, uniforms
 from retrodict.switching.model import prepare_regimes, prepare_states
 
@@ -108,12 +115,26 @@ class Moves(eqx.Module):
         weights: F, of shape `(time-1, source, regime, state, state)`.
         biases: b, of shape `(time-1, source, regime, state)`.
         scale_trils: lower factors of Q, of shape `(time-1, source, regime, state, state)`.
+        origins: the law of the state of a component that moves to each regime, with axes
+            `(time-1, component, regime)`; `None` if it is the law of the component, as where the
+            regimes do not depend on the state.
     """
 
     log_probabilities: Float[Array, "*time component regime"]
     weights: Float[Array, "*time source regime state state"]
     biases: Float[Array, "*time source regime state"]
     scale_trils: Float[Array, "*time source regime state state"]
+    origins: GaussianLaw | None = None
+
+    def sources(self, laws: Mixture) -> tuple[GaussianLaw, int | None]:
+        """Return the laws of the states that move, and their axis `regime`; `None` without one.
+
+        Args:
+            laws: the filtering laws of one time.
+        """
+        if self.origins is None:
+            return GaussianLaw(laws.means, laws.scale_trils), None
+        return self.origins, 0
 
 
 class Reversed(NamedTuple):
@@ -213,10 +234,14 @@ class Reversed(NamedTuple):
         """Return the moves into one regime, without the axis `regime`."""
         return jax.tree.map(lambda leaf: leaf[:, z], self)
 
+    def log_joint(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
+        """Return the log density of each component and x', for the regime that `into` took."""
+        white = jax.vmap(linalg.matvec)(self.whitener, x[None] - self.predicted)
+        return self.constants - 0.5 * jnp.sum(white**2, axis=-1)
+
     def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
         """Return the log weight of each component, given x' and the regime that `into` took."""
-        white = jax.vmap(linalg.matvec)(self.whitener, x[None] - self.predicted)
-        return jax.nn.log_softmax(self.constants - 0.5 * jnp.sum(white**2, axis=-1))
+        return jax.nn.log_softmax(self.log_joint(x))
 
     def law(self, x: Float[Array, "state"], regimes: Int[Array, "component"]) -> Mixture:
         """Return the law of the earlier regime and state, given the later regime and state x'."""
@@ -286,13 +311,14 @@ def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
         back = nonsingular_law.reverse(mean, scale, weight, bias, noise)
         return predicted, inverse_cholesky(spread), *back
 
-    over_targets = jax.vmap(reverse, in_axes=(None, None, 0, 0, 0))
+    origins, axis = moves.sources(laws)
+    over_targets = jax.vmap(reverse, in_axes=(axis, axis, 0, 0, 0))
     shared = moves.weights.shape[0] == 1
     over_sources = jax.vmap(over_targets, in_axes=(0, 0, *([None if shared else 0] * 3)))
     kernels = (moves.weights, moves.biases, moves.scale_trils)
     if shared:
         kernels = tuple(leaf[0] for leaf in kernels)
-    return Reversed(weights, *over_sources(laws.means, laws.scale_trils, *kernels))
+    return Reversed(weights, *over_sources(*origins, *kernels))
 
 
 class SwitchingMarginals(eqx.Module):
@@ -402,6 +428,8 @@ class SwitchingChain(eqx.Module):
     @property
     def filtered(self) -> Float[Array, "*batch time regime"]:
         """The probabilities of the regimes under the filtering laws."""
+        if self.state_dim == 0:
+            return jnp.exp(self.laws.log_weights)
         return self.laws.probabilities(self.num_regimes)
 
     @property
@@ -455,7 +483,7 @@ class SwitchingChain(eqx.Module):
         return _log_prob(self, zs, prepare_states(xs, self.state_dim, zs, self.laws.means.dtype))
 
     def marginals(
-        self, key: PRNGKey | None = None, *, num_samples: int = 200
+        self, key: PRNGKey | None = None, *, num_samples: int = 200, parallel: bool = False
     ) -> SwitchingMarginals:
         """Compute smoothed probabilities of regimes and moments of states.
 
@@ -465,9 +493,10 @@ class SwitchingChain(eqx.Module):
         Args:
             key: a typed key, for chains with a state.
             num_samples: the number of paths.
+            parallel: whether to smooth in O(log n) rounds; without a continuous state only.
         """
         if self.state_dim == 0:
-            return _finite_marginals(self)
+            return _finite_marginals(self, parallel)
         if key is None:
             raise ValueError("The marginals of a chain with a state are sampled: pass `key`.")
         check_key(key, "SwitchingChain.marginals")
@@ -558,24 +587,50 @@ def log_normal(x: Float[Array, "d"], mean: Float[Array, "d"], scale: Float[Array
     return jnp.sum(-0.5 * (white**2 + LOG_2PI) - jnp.log(jnp.diagonal(scale)))
 
 
+def _finite_kernel(
+    log_law: Float[Array, "regime"],
+    log_move: Float[Array, "regime regime"],
+    move: Float[Array, "regime regime"],
+) -> Float[Array, "regime regime"]:
+    """Return P(z_k = i | z_{k+1} = j), with one column per later regime.
+
+    Where all probabilities of a column underflow, the largest of them take all of the mass.
+    """
+    joint = jnp.exp(log_law)[:, None] * move
+    info = jnp.finfo(joint.dtype)
+    log_joint = log_law[:, None] + log_move
+    largest = log_joint == jnp.max(log_joint, axis=0)[None]
+    precise = jnp.sum(joint, axis=0) > info.tiny / info.eps
+    masses = jnp.where(precise[None], joint, largest.astype(joint.dtype))
+    return masses / jnp.sum(masses, axis=0)[None]
+
+
 @eqx.filter_jit
-def _finite_marginals(chain: SwitchingChain) -> SwitchingMarginals:
+def _finite_marginals(chain: SwitchingChain, parallel: bool) -> SwitchingMarginals:
     """Return the exact marginals of a chain without a continuous state."""
     exists, terminal = _exists(chain), jnp.exp(chain.terminal.log_weights)
-    joint = chain.laws.log_weights[:-1, :, None] + chain.moves.log_probabilities
-    kernels = jax.nn.softmax(joint, axis=1)
+    same = jnp.eye(chain.num_regimes, dtype=terminal.dtype)
 
-    def back(later: Array, at: tuple) -> tuple[Array, tuple]:
-        kernel, real = at
-        pair = kernel * later[None, :]
-        earlier = jnp.sum(pair, axis=1)
-        if real is not None:
-            earlier = jnp.where(real, earlier, later)
-            pair = jnp.where(real, pair, jnp.diag(later))
-        return earlier, (earlier, pair)
+    def kernel(log_law: Array, log_move: Array, move: Array, real: Any) -> Array:
+        reversal = _finite_kernel(log_law, log_move, move)
+        return reversal if real is None else jnp.where(real, reversal, same)
 
-    _, (earlier, pairs) = lax.scan(back, terminal, (kernels, exists), reverse=True)
+    log_moves = chain.moves.log_probabilities
+    steps = (chain.laws.log_weights[:-1], log_moves, jnp.exp(log_moves), exists)
+    kernels = jax.vmap(kernel)(*steps)
+    if parallel and chain.num_times > 1:
+        products = prefix_scan(lambda a, b: linalg.matmul(b, a), kernels, same, reverse=True)
+        earlier = jax.vmap(linalg.matvec, in_axes=(0, None))(products, terminal)
+    else:
+
+        def back(later: Array, step: tuple) -> tuple[Array, Array]:
+            # Recomputed at each step, since kernels of all times need more memory than time.
+            earlier = jnp.sum(kernel(*step) * later[None, :], axis=1)
+            return earlier, earlier
+
+        _, earlier = lax.scan(back, terminal, steps, reverse=True)
     probabilities = jnp.concatenate([earlier, terminal[None]])
+    pairs = kernels * probabilities[1:, None, :]
     n = chain.num_times
     empty = jnp.zeros((n, 0), probabilities.dtype)
     return SwitchingMarginals(
