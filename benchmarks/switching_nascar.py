@@ -206,7 +206,7 @@ def learn(
         "seconds_of_starting_values": initialised - began,
         "status": result.status,
         "history": np.round(result.history, 6).tolist(),
-        "log_evidence_of_starts": result.start_evidences.tolist(),
+        "log_evidence_of_starts": result.start_values.tolist(),
     }
 
 

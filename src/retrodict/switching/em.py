@@ -43,18 +43,20 @@ class SwitchingEMResult(eqx.Module):
         status: `"converged"` if the evidence stopped improving, `"finished"` if all iterations were
             used, `"stopped early"` if the evidence was non-finite: the model is then the best one
             before.
+        start_values: the best log-evidence of each start, in nats.
+        log_evidence: GPB2's log-evidence of the model, in nats.
+        issues: what is wrong with the regimes of the model, in words: a regime with fewer rows than
+            its kernels have regressors, which restarts did not mend. Empty if nothing is.
         occupancy: the expected number of rows of each regime under the model.
-        unsupported: the regimes with fewer rows than their kernels have regressors, after the
-            restarts: the data do not support that many regimes.
-        start_evidences: the best log-evidence of each start, in nats per time step.
     """
 
     model: SwitchingModel
     history: Float[np.ndarray, "iteration"]
     status: str = eqx.field(static=True)
+    start_values: Float[np.ndarray, "start"]
+    log_evidence: float
+    issues: tuple[str, ...] = eqx.field(static=True)
     occupancy: Float[np.ndarray, "regime"]
-    unsupported: tuple[int, ...] = eqx.field(static=True)
-    start_evidences: Float[np.ndarray, "start"]
 
 
 def em(
@@ -113,7 +115,7 @@ def em(
         length: the number of existing rows, one integer per series or one for all.
 
     Returns:
-        The model, the history of the evidence, the status, and the regimes without data.
+        The model, the history of the evidence, the status, and the issues of the regimes.
     """
     require_switching(model, "switching.em")
     check_key(key, "switching.em")
@@ -144,7 +146,7 @@ def em(
         )
         runs.append(run.iterate(num_iterations, show))
     best = max(runs, key=lambda run: run.best.evidence)
-    return best.result(np.array([run.best.evidence for run in runs]))
+    return best.result(np.array([run.best.evidence * run.num_rows for run in runs]))
 
 
 def _progress_line(progress: bool, num_steps: int) -> ProgressLine | None:
@@ -233,16 +235,22 @@ class _Run:
         forced = jnp.where(forced, regime, -1)
         return pool(paths, self.batch, len(occupancy), forced)
 
-    def result(self, start_evidences: Float[np.ndarray, "start"]) -> SwitchingEMResult:
+    def result(self, start_values: Float[np.ndarray, "start"]) -> SwitchingEMResult:
         """Return the best iteration."""
-        few = tuple(int(j) for j in np.flatnonzero(self.best.occupancy < self.least))
+        occupancy = self.best.occupancy
+        issues = tuple(
+            f"regime {j} has {occupancy[j]:.2g} expected rows, and its kernels need {self.least}:"
+            " use fewer regimes"
+            for j in np.flatnonzero(occupancy < self.least)
+        )
         return SwitchingEMResult(
             self.best.model,
             np.asarray(self.history),
             self.status,
-            self.best.occupancy,
-            few,
-            start_evidences,
+            start_values,
+            self.best.evidence * self.num_rows,
+            issues,
+            occupancy,
         )
 
 

@@ -227,7 +227,7 @@ def moves_of(
         sources = jax.tree.map(lambda leaf: leaf[:1], sources)
     affine = jax.vmap(of_component)(*sources)
     log_probabilities, origins = regime_moves(model, rule, laws, u)
-    return Moves(log_probabilities, *affine, origins)
+    return Moves(log_probabilities, affine.weight, affine.bias, affine.scale, origins)
 
 
 def regime_moves(
