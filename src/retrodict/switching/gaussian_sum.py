@@ -27,10 +27,16 @@ from retrodict._linearised import (
     linearise,
     whiten_emission,
 )
-from retrodict._model import Series, unwrap
+from retrodict._model import AbstractLinearGaussianKernel, Series, unwrap
 from retrodict._numerics import GaussianLaw, condition, law_of, linalg, predict
 from retrodict.switching.chain import Mixture, Moves, SwitchingChain
-from retrodict.switching.model import SwitchingModel, over_regimes, prepare_switching, require_state
+from retrodict.switching.model import (
+    SwitchingModel,
+    each,
+    over_regimes,
+    prepare_switching,
+    require_state,
+)
 
 Merge = Literal["after", "before"]
 """Whether regimes are merged after the update (GPB2) or before the prediction (IMM)."""
@@ -166,37 +172,19 @@ def smooth_by_merging(
     model: SwitchingModel, series: Series, merge: Merge, rule: AbstractRule
 ) -> SwitchingPosterior:
     """Run a Gaussian-sum filter of an unwrapped model over a prepared series."""
-    count, exists = model.num_regimes, series.exists()
+    exists = series.exists()
 
     def update(row: Series) -> Update:
-        def of_regime(kernel: Any, law: GaussianLaw) -> tuple[GaussianLaw, Array]:
-            def one(law: GaussianLaw) -> tuple[GaussianLaw, Array]:
-                emission = linearise(kernel, rule, law, row.inputs)
-                emitted = whiten_emission(emission, row.ys, row.mask)
-                law, innovation = condition(law, emitted.design, emitted.value)
-                return law, innovation.log_prob + emitted.constant
+        return emission_update(model, rule, row)
 
-            return jax.vmap(one)(law)
-
-        def of_all(laws: GaussianLaw) -> tuple[GaussianLaw, Array]:
-            by_regime = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), laws)
-            updated = over_regimes(model.emission, count, of_regime, by_regime)
-            return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), updated)
-
-        return of_all
-
-    def moves_from(laws: Mixture, u: Array | None) -> Moves:
-        return moves_of(model, rule, laws, u)
-
-    dtype = jnp.result_type(series.ys.dtype, float)
-    means, scales = over_regimes(model.prior, count, lambda law: law_of(*law_moments(law, dtype)))
+    prior = prior_laws(model, jnp.result_type(series.ys.dtype, float))
     at = lambda index: jax.tree.map(lambda leaf: leaf[index], series.rows)  # noqa: E731
-    start = GaussianLaw(means[None], scales[None])
-    first, increment = _updated(model.regimes.log_initial()[None], start, update(at(0)))
+    start = GaussianLaw(prior.means[None], prior.scale_trils[None])
+    first, increment = updated(prior.log_weights[None], start, update(at(0)))
 
     def step(laws: Mixture, at: tuple) -> tuple[Mixture, tuple]:
         row, real = at
-        moves = moves_from(laws, row.inputs)
+        moves = moves_of(model, rule, laws, row.inputs)
         new, increment = filter_step(laws, moves, update(row), merge)
         if real is not None:
             new = jax.tree.map(lambda leaf, old: jnp.where(real, leaf, old), new, laws)
@@ -211,19 +199,60 @@ def smooth_by_merging(
     return SwitchingPosterior(chain, jnp.sum(increments), increments)
 
 
+def prior_laws(model: Any, dtype: Any) -> Mixture:
+    """Return the prior of regimes and states, with one component per regime.
+
+    Args:
+        model: an unwrapped model, or anything with `regimes` and `prior`.
+        dtype: the type of the laws.
+    """
+    count = model.regimes.num_regimes
+    means, scales = over_regimes(model.prior, count, lambda law: law_of(*law_moments(law, dtype)))
+    return Mixture(model.regimes.log_initial().astype(dtype), means, scales, jnp.arange(count))
+
+
+def emission_update(model: SwitchingModel, rule: AbstractRule, row: Series) -> Update:
+    """Return the update of predicted laws by one row, with emissions linearised at these laws."""
+
+    def of_regime(kernel: Any, law: GaussianLaw) -> tuple[GaussianLaw, Array]:
+        def one(law: GaussianLaw) -> tuple[GaussianLaw, Array]:
+            emission = linearise(kernel, rule, law, row.inputs)
+            emitted = whiten_emission(emission, row.ys, row.mask)
+            law, innovation = condition(law, emitted.design, emitted.value)
+            return law, innovation.log_prob + emitted.constant
+
+        return jax.vmap(one)(law)
+
+    def of_all(laws: GaussianLaw) -> tuple[GaussianLaw, Array]:
+        by_regime = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), laws)
+        changed = over_regimes(model.emission, model.num_regimes, of_regime, by_regime)
+        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), changed)
+
+    return of_all
+
+
 def moves_of(
-    model: SwitchingModel, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
+    model: Any, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
 ) -> Moves:
-    """Return the moves of the components of one time, linearised at their laws."""
+    """Return the moves of the components of one time, linearised at their laws.
+
+    Args:
+        model: an unwrapped model, or anything with `regimes` and `transition`.
+        rule: how nonlinear transitions are linearised.
+        laws: the filtering law of one time.
+        u: the input of the next time.
+    """
 
     def of_component(mean: Array, scale: Array) -> Any:
         law = GaussianLaw(mean, scale)
         return over_regimes(
-            model.transition, model.num_regimes, lambda kernel: linearise(kernel, rule, law, u)
+            model.transition,
+            model.regimes.num_regimes,
+            lambda kernel: linearise(kernel, rule, law, u),
         )
 
     sources = (laws.means, laws.scale_trils)
-    if model.is_conditionally_linear_gaussian:
+    if all(isinstance(kernel, AbstractLinearGaussianKernel) for kernel in each(model.transition)):
         sources = jax.tree.map(lambda leaf: leaf[:1], sources)
     affine = jax.vmap(of_component)(*sources)
     log_probabilities, origins = regime_moves(model, rule, laws, u)
@@ -277,29 +306,35 @@ def filter_step(
     Returns:
         The filtering laws of the next time, and log p(y_k | y_{0:k-1}).
     """
-    weights = laws.log_weights[:, None] + moves.log_probabilities
-    sources, axis = moves.origins, 0
-    if sources is None:
-        sources, axis = GaussianLaw(laws.means, laws.scale_trils), None
-    kernels = (moves.weights, moves.biases, moves.scale_trils)
     if merge == "before":
+        weights = laws.log_weights[:, None] + moves.log_probabilities
+        sources, axis = moves.sources(laws)
         # The law of the earlier state given that the later regime is j, merged over components.
         by_regime = None if axis is None else 1
         mixed = jax.vmap(merge_laws, in_axes=(1, by_regime))(weights, sources)
+        kernels = (moves.weights, moves.biases, moves.scale_trils)
         at_mean = tuple(jnp.mean(leaf, axis=0) for leaf in kernels)
         predicted = jax.vmap(predict)(mixed, *at_mean)
         predicted = jax.tree.map(lambda leaf: leaf[None], predicted)
         weights = jax.nn.logsumexp(weights, axis=0)[None]
     else:
-        kernels = tuple(
-            jnp.broadcast_to(leaf, (laws.means.shape[0], *leaf.shape[1:])) for leaf in kernels
-        )
-        to_regimes = jax.vmap(predict, in_axes=(axis, 0, 0, 0))
-        predicted = jax.vmap(to_regimes)(sources, *kernels)
-    return _updated(weights, predicted, update)
+        weights, predicted = predict_pairs(laws, moves)
+    return updated(weights, predicted, update)
 
 
-def _updated(
+def predict_pairs(laws: Mixture, moves: Moves) -> tuple[Float[Array, "source regime"], GaussianLaw]:
+    """Return the log weights and the predicted laws of all pairs of a component and a regime."""
+    sources, axis = moves.sources(laws)
+    kernels = tuple(
+        jnp.broadcast_to(leaf, (laws.means.shape[0], *leaf.shape[1:]))
+        for leaf in (moves.weights, moves.biases, moves.scale_trils)
+    )
+    to_regimes = jax.vmap(predict, in_axes=(axis, 0, 0, 0))
+    predicted = jax.vmap(to_regimes)(sources, *kernels)
+    return laws.log_weights[:, None] + moves.log_probabilities, predicted
+
+
+def updated(
     log_weights: Float[Array, "source regime"], predicted: GaussianLaw, update: Update
 ) -> tuple[Mixture, Scalar]:
     """Update predicted laws, and merge those of each regime."""
