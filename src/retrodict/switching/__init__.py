@@ -7,7 +7,6 @@ from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.elbo import elbo as elbo
 from retrodict.switching.elbo_of_rows import switching_elbo_of_rows as switching_elbo_of_rows
-from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
 from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.evidence import log_evidence as log_evidence
@@ -51,7 +50,6 @@ __all__ = [
     "RegimeHistories",
     "Regimes",
     "SwitchingChain",
-    "SwitchingEMResult",
     "SwitchingFamily",
     "SwitchingFit",
     "SwitchingForecast",
