@@ -8,7 +8,7 @@ function are excluded, since no model needs one.
 To add an entry, also increase `NAMES_VERSION`: older readers then ask to upgrade.
 """
 
-NAMES_VERSION = 3
+NAMES_VERSION = 4
 """The version of this list. Version 0 is release 0.1, which looked up names anywhere in six
 packages; version 2 contains the modules of `RENAMED`."""
 
@@ -122,6 +122,10 @@ CLASSES: dict[str, str] = {
         GuidedPosterior ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior
         RejectionBackward
     """,
+    "retrodict.switching": """
+        Mixture Moves Regimes SwitchingChain SwitchingFamily SwitchingMarginals SwitchingModel
+        SwitchingPosterior
+    """,
     # Private records within the public ones.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
     "retrodict.bounds.finite.quantities": "FiniteQuantities",
@@ -159,6 +163,8 @@ CLASSES: dict[str, str] = {
     "retrodict.particles.cloud": "Filter",
     "retrodict.particles.proposal": "_MeanLookahead",
     "retrodict._learning.train": "TrainHistory TrainState",
+    "retrodict.switching.enumeration": "Enumeration",
+    "retrodict.switching.family": "Look SwitchingRow SwitchingState",
     "retrodict.models._counts": "BinomialLaw NegativeBinomialLaw PoissonLaw",
     "retrodict.models._equations": """
         ConstantVelocity Lagged LinearDynamics MeanReverting Observed Regular Stationary Structural
@@ -166,6 +172,10 @@ CLASSES: dict[str, str] = {
     "retrodict.models._neural": "ObservationStd",
     "retrodict.models._tracking": """
         RangeAndBearing RangeBearingLaw RangeBearingStd WrappedRangeBearing
+    """,
+    "retrodict.models._by_regime": """
+        ByRegime StationaryRegimes SwitchingNoise SwitchingNormal SwitchingPoisson SwitchingWalk
+        TransitionProbabilities
     """,
     "retrodict.models._volatility": "VolatilityEmission",
 }

@@ -4,6 +4,7 @@ from retrodict._expectations.backward_sampling import BackwardSampling as Backwa
 from retrodict._expectations.backward_sampling import Paths as Paths
 from retrodict._expectations.backward_sampling import along_path as along_path
 from retrodict._expectations.elbo import check_model as check_model
+from retrodict._expectations.elbo import common_length as common_length
 from retrodict._expectations.elbo import elbo as elbo
 from retrodict._expectations.elbo import elbo_of_series as elbo_of_series
 from retrodict._expectations.elbo import series_of_chain as series_of_chain
@@ -22,6 +23,8 @@ from retrodict._expectations.expectation import expectation as expectation
 from retrodict._expectations.expectation import marginals as marginals
 from retrodict._expectations.expectation import moments_over_paths as moments_over_paths
 from retrodict._expectations.forecast import Forecast as Forecast
+from retrodict._expectations.forecast import complete_row as complete_row
+from retrodict._expectations.forecast import conditional_moments as conditional_moments
 from retrodict._expectations.forecast import forecast as forecast
 from retrodict._expectations.forecast import impute as impute
 from retrodict._expectations.forecast import predictive as predictive

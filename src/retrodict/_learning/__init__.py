@@ -16,6 +16,9 @@ from retrodict._learning.fit import fit as fit
 from retrodict._learning.fit_evidence import EvidenceResult as EvidenceResult
 from retrodict._learning.fit_evidence import fit_evidence as fit_evidence
 from retrodict._learning.fit_result import FitResult as FitResult
+from retrodict._learning.information.parameter_errors import (
+    errors_of_evidence as errors_of_evidence,
+)
 from retrodict._learning.information.parameter_errors import parameter_errors as parameter_errors
 from retrodict._learning.information.result import ParameterErrors as ParameterErrors
 from retrodict._learning.on_disk import AbstractSeriesStore as AbstractSeriesStore

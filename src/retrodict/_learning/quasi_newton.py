@@ -281,7 +281,7 @@ class _Search:
                     step = 1e-3 * step if np.isfinite(step) else 1.0
                     continue
                 curvature = float((moved - slope) @ direction) / step
-                if abs(curvature) * step**2 <= 4.0:
+                if abs(curvature) ** 0.5 * step <= 2.0:  # the square of a step may overflow
                     break
                 step = (2.0 / abs(curvature)) ** 0.5
             size = abs(curvature) ** -0.5 if curvature else step

@@ -14,8 +14,8 @@ from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, is_concre
 from retrodict._model import (
     AbstractKernel,
     AbstractLinearGaussianKernel,
+    AbstractModel,
     AbstractParameter,
-    AbstractWhole,
     DistributionKernel,
     Gaussian,
     Series,
@@ -42,7 +42,7 @@ def _as_parts(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-class SwitchingModel(AbstractWhole):
+class SwitchingModel(AbstractModel):
     """A state-space model whose kernels are selected by a finite regime z_k.
 
     p(z_0) χ_{z_0}(x_0) g_{z_0}(x_0, y_0) ∏_{k≥1} p(z_k | z_{k-1}, x_{k-1}) m_{z_k}(x_{k-1}, x_k)
@@ -84,9 +84,9 @@ class SwitchingModel(AbstractWhole):
     """
 
     regimes: Any
-    emission: Any = eqx.field(converter=_as_parts)
-    prior: Any = eqx.field(default=None, converter=_as_parts)
-    transition: Any = eqx.field(default=None, converter=_as_parts)
+    emission: Any = eqx.field(converter=_as_parts)  # pyright: ignore
+    prior: Any = eqx.field(default=None, converter=_as_parts)  # pyright: ignore
+    transition: Any = eqx.field(default=None, converter=_as_parts)  # pyright: ignore
     num_lags: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
@@ -148,6 +148,10 @@ class SwitchingModel(AbstractWhole):
     ) -> Series:
         """Return validated data; the arguments are those of `StateSpaceModel.series`."""
         return prepare_switching(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
+
+    def batch(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Series:
+        """Return several validated series; the arguments are those of `series`, with a batch."""
+        return prepare_switching_batch(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
 
     def simulate(
         self, key: PRNGKey, num_times: int, *, inputs: Any = None
@@ -378,7 +382,7 @@ def lagged(ys: Float[Array, "time obs"], num_lags: int) -> Float[Array, "time la
 @eqx.filter_jit
 def _simulate(model: SwitchingModel, key: PRNGKey, num_times: int, us: Array | None) -> Any:
     first_key, path_key = jax.random.split(key)
-    count, obs_dim = model.num_regimes, _obs_dim(model, us)
+    count, obs_dim = model.num_regimes, obs_dim_of(model, us)
     dtype = jnp.result_type(float) if us is None else us.dtype
     regime_key, prior_key, emission_key = jax.random.split(first_key, 3)
     z = jax.random.categorical(regime_key, model.regimes.log_initial())
@@ -474,7 +478,7 @@ def prepare_switching_batch(
 
 def _check_series(model: SwitchingModel, series: Series) -> None:
     """Refuse data with the wrong number of columns, and gaps before rows that need lags."""
-    obs_dim = _obs_dim(model, series.inputs)
+    obs_dim = obs_dim_of(model, series.inputs)
     if series.ys.shape[-1] != obs_dim:
         raise ValueError(
             f"ys must have {obs_dim} columns for this model, got {series.ys.shape[-1]}."
@@ -530,7 +534,7 @@ def prepare_states(
     return jnp.zeros((zs.shape[0], 0), dtype)
 
 
-def _obs_dim(model: SwitchingModel, inputs: Float[Array, "*time input"] | None) -> int:
+def obs_dim_of(model: SwitchingModel, inputs: Float[Array, "*time input"] | None) -> int:
     """Return the dimension of observations, from the emission of the first regime."""
     dtype = jnp.result_type(float)
     part = of_regime(model.emission, 0)

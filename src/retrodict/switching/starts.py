@@ -1,5 +1,7 @@
 """Random starts for learning switching models."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -105,7 +107,8 @@ def _units(coordinates: ModelCoordinates, batch: Series) -> Float[Array, "parame
     moved = jax.lax.map(lambda move: slope(theta + move) - slope(theta - move), directions)
     curvature = jnp.abs(jnp.diagonal(moved)) / (2.0 * step)
     units = 1.0 / jnp.sqrt(jnp.maximum(curvature, 1e-12))
-    bounded = jnp.asarray([_is_relative(name) for name in coordinates.names])
+    pairs = zip(coordinates.names, coordinates.edges, strict=True)
+    bounded = jnp.asarray([_is_relative(name) or math.isfinite(end) for name, (_, end) in pairs])
     bounded = bounded | jnp.asarray(coordinates.is_scale)
     units = jnp.where(bounded, jnp.minimum(units, LARGEST), units)
     # Coordinates without effect on the evidence, such as forbidden transitions, stay.
