@@ -18,6 +18,10 @@ from retrodict.switching.forecast import forecast as forecast
 from retrodict.switching.forecast import impute as impute
 from retrodict.switching.forecast import predictive as predictive
 from retrodict.switching.forward_backward import forward_backward as forward_backward
+from retrodict.switching.forward_backward_batch import RegimeProbabilities as RegimeProbabilities
+from retrodict.switching.forward_backward_batch import (
+    forward_backward_batch as forward_backward_batch,
+)
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
@@ -44,6 +48,8 @@ from retrodict.switching.regimes import Regimes as Regimes
 from retrodict.switching.viterbi import most_probable_path as most_probable_path
 
 __all__ = [
+    "forward_backward_batch",
+    "RegimeProbabilities",
     "AbstractRegimes",
     "Mixture",
     "Moves",

@@ -21,6 +21,14 @@ NARROW = 3e-4
 class SwitchingFit(eqx.Module):
     """The result of `switching.fit_evidence` and `switching.em`.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.switching.markov_autoregression(2)
+        >>> zs, xs, ys = model.simulate(jax.random.key(0), num_times=50)
+        >>> result = rd.switching.em(jax.random.key(1), model, ys, num_iterations=2)
+        >>> result.status, result.issues
+        ('finished', ())
+
     Attributes:
         model: the best model of all starts.
         history: the log-evidence after each step of the best start, in nats per time step.
