@@ -66,7 +66,7 @@ class Look(NamedTuple):
         """Return predicted laws with axes (source, regime) after the row, and their evidence."""
         to_regimes = jax.vmap(jax.vmap(condition), in_axes=(0, None, None))
         after, innovation = to_regimes(laws, self.design, self.value)
-        return after, innovation.log_prob + self.log_potential
+        return after, innovation.log_prob + self.log_potential[None]
 
 
 class SwitchingRow(NamedTuple):
@@ -125,6 +125,7 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
     """
 
     num_paths: ClassVar[int] = 2
+    model_class: ClassVar[type[AbstractModel]] = SwitchingModel
 
     network: eqx.nn.MLP | None
     model: SwitchingModel

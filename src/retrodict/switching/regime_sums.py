@@ -37,7 +37,7 @@ Densities of the chain are evaluated with its parameters fixed: their score has 
 and without it the gradient of an exact chain is zero for every sample.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,7 @@ def _step_back(model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey) -> t
     terms = jnp.exp(nodes.log_weights) * ratio + jnp.sum(joint * moved, axis=1)
 
     log_earlier = jax.nn.logsumexp(log_joint, axis=0)
-    log_origin = log_joint - log_earlier
+    log_origin = log_joint - log_earlier[None]
     choice = jax.random.categorical(choice_key, lax.stop_gradient(log_origin), axis=0)
     states = lax.stop_gradient(drawn[choice, regimes])
     origin, states = _given_states(log_origin, laws, states)
@@ -203,7 +203,7 @@ def _step_back(model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey) -> t
         return new, step
     same = jnp.eye(regimes.shape[0], dtype=joint.dtype)
     weights = jnp.exp(nodes.log_weights)
-    nothing = Step(jnp.zeros_like(terms), weights * same, jnp.zeros_like(same), same, weights)
+    nothing = Step(jnp.zeros_like(terms), jnp.diag(weights), jnp.zeros_like(same), same, weights)
     return jax.tree.map(
         lambda leaf, other: jnp.where(at.real, leaf, other), (new, step), (nodes, nothing)
     )
@@ -220,7 +220,7 @@ def _given_states(
     if not states.shape[-1]:
         return origin, states
     solve = jax.vmap(jax.vmap(linalg.solve_triangular))
-    noise = solve(fixed.scale_trils, states - fixed.means)
+    noise = solve(fixed.scale_trils, states[None] - fixed.means)
     # Every origin gives the same states, with derivatives of its own.
     each = laws.means + _matvec(laws.scale_trils, noise)
     mean = jnp.sum(origin[..., None] * (each - lax.stop_gradient(each)), axis=0)
@@ -294,7 +294,7 @@ def _move_ratio(
     if model.is_finite:
         return switched
 
-    def by_model(kernel: Array, x: Array, before: Array) -> Array:
+    def by_model(kernel: Any, x: Array, before: Array) -> Array:
         return jax.vmap(lambda one: kernel.log_prob(one, x, u))(before)
 
     def by_chain(x: Array, before: Array, weight: Array, bias: Array, scale: Array) -> Array:
@@ -334,6 +334,6 @@ def _leave_one_out(
     values: Float[Array, "sample regime"], weights: Float[Array, "sample regime"]
 ) -> Float[Array, "sample regime"]:
     """Return Σ values / Σ weights over the other samples."""
-    others = jnp.sum(weights, axis=0) - weights
-    total = jnp.sum(values, axis=0) - values
+    others = jnp.sum(weights, axis=0)[None] - weights
+    total = jnp.sum(values, axis=0)[None] - values
     return total / jnp.maximum(others, jnp.finfo(weights.dtype).tiny)
