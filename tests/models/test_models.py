@@ -188,8 +188,12 @@ CASES = {
 }
 
 
+WITHOUT_REGIMES = [name for name, ready in READY.items() if "regimes" not in ready.options]
+"""The others are tested in test_switching.py."""
+
+
 def test_every_ready_model_has_a_case():
-    assert {case.name for case in CASES.values()} == set(READY)
+    assert {case.name for case in CASES.values()} == set(WITHOUT_REGIMES)
 
 
 def build(case: Case) -> rd.StateSpaceModel:
@@ -607,7 +611,11 @@ def test_starting_values_have_the_scale_of_the_data():
     np.testing.assert_allclose(log_variance["mean"], np.log(1e-4), atol=0.4)
 
 
-@pytest.mark.parametrize("name", [name for name in READY if name != "neural_decoder"])
+WITH_WEIGHTS = ("neural_decoder", "recurrent_switching")
+"""Models with random weights, which are not started from data."""
+
+
+@pytest.mark.parametrize("name", [name for name in READY if name not in WITH_WEIGHTS])
 @pytest.mark.parametrize("kind", ["missing", "constant", "short"])
 def test_starting_values_are_finite_for_any_data(name: str, kind: str):
     options = {"total_count": 9} if name == "binomial_counts" else {}

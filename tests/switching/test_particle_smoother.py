@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict.switching.particle_smoother import keep_optimally
 
 switching = rd.switching
 
@@ -71,11 +70,11 @@ def test_all_paths_of_regimes_are_kept_and_the_filter_is_exact(case):
     # The filtering law of the last row is the smoothing law; padding repeats it.
     end = options(ys).get("length", n) - 1
     for row in range(end, n):
-        law, moments = jax.tree.map(lambda leaf: leaf[row], posterior.chain.laws), exact.marginals
-        probabilities = law.probabilities(num_regimes)
-        np.testing.assert_allclose(probabilities, moments.probabilities[end], atol=1e-10)
-        np.testing.assert_allclose(law.mean, moments.mean[end], atol=1e-10)
-        np.testing.assert_allclose(law.covariance, moments.covariance[end], atol=1e-10)
+        laws, moments = posterior.chain.laws, exact.marginals
+        filtered = laws.probabilities(num_regimes)[row]
+        np.testing.assert_allclose(filtered, moments.probabilities[end], atol=1e-10)
+        np.testing.assert_allclose(laws.mean[row], moments.mean[end], atol=1e-10)
+        np.testing.assert_allclose(laws.covariance[row], moments.covariance[end], atol=1e-10)
     assert int(posterior.status) == 0
     assert int(posterior.status_time) == -1
 
@@ -176,26 +175,6 @@ def test_few_particles_are_close_on_a_longer_series():
     np.testing.assert_allclose(estimate.log_evidence, reference.log_evidence, atol=0.05)
     assert estimate.ess.shape == (60,)
     assert float(estimate.ess.min()) >= 1
-
-
-@pytest.mark.parametrize("num_kept", [3, 10, 40])
-def test_optimal_reduction_keeps_distinct_entries_and_every_weight_on_average(num_kept):
-    weights = np.random.default_rng(0).dirichlet(np.full(30, 2.0))
-    weights[:4] = 0.0
-    weights /= weights.sum()
-
-    def kept(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        places, log_kept = keep_optimally(key, jnp.log(weights), num_kept)
-        counts = jnp.zeros(30).at[places].add(log_kept > -jnp.inf)
-        return jnp.zeros(30).at[places].add(jnp.exp(log_kept)), counts
-
-    values, counts = jax.vmap(kept)(jax.random.split(jax.random.key(7), 4000))
-    assert counts.max() <= 1
-    assert set(np.asarray(counts.sum(axis=1)).tolist()) == {min(num_kept, 26)}
-    # 30 z-scores, each above 5 with probability 6e-7.
-    np.testing.assert_array_less(np.abs(z_scores(values, jnp.asarray(weights))), 5)
-    if num_kept >= 26:
-        np.testing.assert_allclose(values, np.broadcast_to(weights, values.shape), atol=1e-12)
 
 
 def test_a_failure_is_reported_with_its_time():

@@ -173,6 +173,10 @@ CLASSES: dict[str, str] = {
     "retrodict.models._tracking": """
         RangeAndBearing RangeBearingLaw RangeBearingStd WrappedRangeBearing
     """,
+    "retrodict.models._by_regime": """
+        ByRegime StationaryRegimes SwitchingNoise SwitchingNormal SwitchingPoisson SwitchingWalk
+        TransitionProbabilities
+    """,
     "retrodict.models._volatility": "VolatilityEmission",
 }
 """Classes by module of which a file may contain instances."""

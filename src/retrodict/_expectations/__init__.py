@@ -23,6 +23,8 @@ from retrodict._expectations.expectation import expectation as expectation
 from retrodict._expectations.expectation import marginals as marginals
 from retrodict._expectations.expectation import moments_over_paths as moments_over_paths
 from retrodict._expectations.forecast import Forecast as Forecast
+from retrodict._expectations.forecast import complete_row as complete_row
+from retrodict._expectations.forecast import conditional_moments as conditional_moments
 from retrodict._expectations.forecast import forecast as forecast
 from retrodict._expectations.forecast import impute as impute
 from retrodict._expectations.forecast import predictive as predictive

@@ -267,7 +267,7 @@ def _forecast(
         step_key, u = at
         keys = jax.random.split(step_key, xs.shape[0])
         after = jax.vmap(lambda k, x: transition.sample(k, x, u))(keys, xs).astype(xs.dtype)
-        moments = jax.vmap(lambda x, draw: _moments(transition, x, u, draw))(xs, after)
+        moments = jax.vmap(lambda x, draw: conditional_moments(transition, x, u, draw))(xs, after)
         return after, (after, *moments)
 
     _, rows = jax.lax.scan(move, last, (jax.random.split(states_key, num_times), us))
@@ -284,7 +284,7 @@ def _forecast(
         observe = jax.vmap(emission.propagate)
         of_rows = Marginals.exact(*observe(of_states.mean, of_states.covariance, us))
     else:
-        over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y))
+        over_time = jax.vmap(lambda x, u, y: conditional_moments(emission, x, u, y))
         of_rows = _averaged(*jax.vmap(over_time, in_axes=(0, None, 0))(states, us, observations))
     gaussian = moves and isinstance(law, Gaussian)
     # The moments have the order of the fields of `Marginals`.
@@ -318,7 +318,7 @@ def _averaged(
     return moments_over_paths(means[:, None], covariances[:, None], weights)
 
 
-def _moments(
+def conditional_moments(
     kernel: AbstractKernel, x: Array, u: Array | None, draw: Array
 ) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
     """Return the conditional mean and covariance if the law has them, else a draw and zero."""
@@ -360,13 +360,20 @@ def _complete(
     keys = jax.random.split(key, paths.shape[:2])
 
     def complete(k: Array, x: Array, y: Array, observed: Any, u: Array | None) -> Array:
-        draw = emission.sample(k, x, u)
-        if isinstance(emission, AbstractGaussianKernel):
-            draw = _condition_draw(emission.law(x, u).scale_tril, draw, y, observed)
-        return jnp.where(observed, y, draw.astype(y.dtype))
+        return complete_row(emission, k, x, y, observed, u)
 
     over_paths = jax.vmap(jax.vmap(complete), in_axes=(0, 0, None, None, None))
     return over_paths(keys, paths, series.ys, series.mask, series.inputs)
+
+
+def complete_row(
+    emission: AbstractKernel, key: PRNGKey, x: Array, y: Array, observed: Array, u: Array | None
+) -> Float[Array, "obs"]:
+    """Return the observed entries of a row, and draws of the others given them and the state."""
+    draw = emission.sample(key, x, u)
+    if isinstance(emission, AbstractGaussianKernel):
+        draw = _condition_draw(emission.law(x, u).scale_tril, draw, y, observed)
+    return jnp.where(observed, y, draw.astype(y.dtype))
 
 
 def _condition_draw(scale: Any, draw: Array, y: Array, observed: Array) -> Array:

@@ -15,7 +15,6 @@ from retrodict._model import (
     AbstractConstrained,
     AbstractParameter,
     PositiveTril,
-    StateSpaceModel,
     StationaryCoefficients,
     learnable,
 )
@@ -31,7 +30,7 @@ class ModelCoordinates(eqx.Module):
         edges: the ends of the domain of each parameter, (0, ∞) for a scale.
     """
 
-    model: StateSpaceModel
+    model: Any
     places: tuple[Int[Array, "_"], ...]
     names: tuple[str, ...] = eqx.field(static=True)
     edges: tuple[tuple[float, float], ...] = eqx.field(static=True)
@@ -45,7 +44,7 @@ class ModelCoordinates(eqx.Module):
         """Return the coordinates of the model."""
         return _coordinates(eqx.filter(self.model, eqx.is_inexact_array), self.places)
 
-    def model_at(self, theta: Float[Array, "parameter"]) -> StateSpaceModel:
+    def model_at(self, theta: Float[Array, "parameter"]) -> Any:
         """Return the model with these coordinates."""
         arrays = eqx.filter(self.model, eqx.is_inexact_array)
         leaves, structure = jax.tree.flatten(arrays)
@@ -86,7 +85,7 @@ def _coordinates(arrays: PyTree, places: tuple[Array, ...]) -> Float[Array, "par
     return jnp.concatenate([leaf.ravel()[at] for leaf, at in zip(leaves, places, strict=True)])
 
 
-def coordinates_of(model: StateSpaceModel) -> ModelCoordinates:
+def coordinates_of(model: Any) -> ModelCoordinates:
     """Return the coordinates of the parameters that `fit` and `fit_evidence` learn."""
     model = learnable(model)
     moving = jax.tree.leaves(_learned_entries(model))

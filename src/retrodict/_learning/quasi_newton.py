@@ -8,7 +8,7 @@ Scales that end at zero are restarted from the interior. All of it uses one comp
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from retrodict._arrays import Scalar
 from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
 from retrodict._learning.train import TrainingStatus
-from retrodict._model import UNBOUNDED, StateSpaceModel
+from retrodict._model import UNBOUNDED
 from retrodict.distributed import to_hosts
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Minimum(NamedTuple):
 
 def minimise(
     loss: Callable[[PyTree, PyTree], Scalar],
-    model: StateSpaceModel,
+    model: Any,
     data: PyTree,
     *,
     num_steps: int,
@@ -172,7 +172,7 @@ class _Search:
     def __init__(
         self,
         loss: Callable[[PyTree, PyTree], Scalar],
-        model: StateSpaceModel,
+        model: Any,
         data: PyTree,
         share: float,
         show: Callable[[int, float], None] | None,
@@ -281,7 +281,7 @@ class _Search:
                     step = 1e-3 * step if np.isfinite(step) else 1.0
                     continue
                 curvature = float((moved - slope) @ direction) / step
-                if abs(curvature) * step**2 <= 4.0:
+                if abs(curvature) ** 0.5 * step <= 2.0:  # the square of a step may overflow
                     break
                 step = (2.0 / abs(curvature)) ** 0.5
             size = abs(curvature) ** -0.5 if curvature else step

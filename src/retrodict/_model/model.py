@@ -1,5 +1,6 @@
 """State-space models: a prior, a transition and an emission."""
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -49,6 +50,7 @@ from retrodict.distributed import is_multi_process, to_hosts
 M = TypeVar("M", bound="AbstractModel")
 T = TypeVar("T")
 
+
 if TYPE_CHECKING:
     # A type checker would take abstract variables for properties.
     Abstract = Annotated[T, "a field that final classes declare"]
@@ -88,10 +90,6 @@ class AbstractModel(AbstractWhole):
     @abstractmethod
     def batch(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Series:
         """Return several series, checked against the model, with a leading axis `batch`."""
-
-    @abstractmethod
-    def learnable(self: M) -> M:
-        """Return the model with scales that stay positive in training."""
 
 
 class StateSpaceModel(AbstractModel):
@@ -170,10 +168,6 @@ class StateSpaceModel(AbstractModel):
     def batch(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Series:
         """Return several validated series; the arguments are those of `series`, with a batch."""
         return prepare_data_batch(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
-
-    def learnable(self) -> "StateSpaceModel":
-        """Return the model with its Gaussian scales as parameters that stay positive."""
-        return learnable(self)
 
     def simulate(
         self, key: PRNGKey, num_times: int, *, inputs: Any = None
@@ -359,16 +353,22 @@ def is_linear_gaussian(model: StateSpaceModel) -> bool:
     )
 
 
-def learnable(model: StateSpaceModel) -> StateSpaceModel:
+def learnable(model: M) -> M:
     """Return the model with its Gaussian scales as parameters that stay positive in training.
 
-    Existing parameters, `Frozen` ones included, are left unchanged.
+    Existing parameters, `Frozen` ones included, are left unchanged. Parts may be tuples, with one
+    part per regime.
     """
-    parts = (model.prior, model.transition, model.emission)
-    return StateSpaceModel(*(learnable_part(part) for part in parts))
+
+    def of(part: Any) -> Any:
+        is_one = lambda node: not isinstance(node, tuple)  # noqa: E731
+        return jax.tree.map(_learnable_part, part, is_leaf=is_one)
+
+    names = ("prior", "transition", "emission")
+    return dataclasses.replace(model, **{name: of(getattr(model, name)) for name in names})
 
 
-def learnable_part(part: Any) -> Any:
+def _learnable_part(part: Any) -> Any:
     """Return a law or a kernel with its Gaussian scale as a parameter that stays positive."""
     if not isinstance(part, (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)):
         return part

@@ -43,6 +43,8 @@ def print_run(record: Mapping[str, Any]) -> None:
         # As text: a name in brackets is not a style.
         table.add_row(Text(visible(name)), *_cells(parameter))
     Console().print(table)
+    if regimes := runs.regimes_in_words(results):
+        typer.echo(visible(regimes))
     if unit := runs.unit_in_words(record):
         typer.echo(unit)
     typer.echo(visible(results["uncertainty"]))

@@ -44,6 +44,9 @@ def to_xarray(
         >>> posterior["mean"].sel(time=1872, state="level").item()
         0.0
 
+    A result with `probabilities` of regimes has the dimension `regime`, whose labels are
+    `regime_1`, `regime_2`, ..., and the number of the most probable regime of each row.
+
     Args:
         table: the table of the series.
         result: a result of `smooth` or `forecast`, or any object with `mean` and `covariance`.
@@ -90,6 +93,8 @@ def to_xarray(
         if table.inputs is not None:
             parts["inputs"] = table.inputs
     arrays = {key: _with_batch(table, key, np.asarray(value)) for key, value in parts.items()}
+    if "probabilities" in arrays:
+        arrays["most_probable_regime"] = _most_probable(arrays["probabilities"])
     if "covariance" in arrays:
         arrays["std"] = _std(arrays["covariance"])
     counts = {key: array.shape[1 + DIMENSIONS[key].index("time")] for key, array in arrays.items()}
@@ -131,6 +136,8 @@ DIMENSIONS = {
     "upper": ("time", "state"),
     "covariance": ("time", "state", OTHER_STATE),
     "mean_standard_error": ("time", "state"),
+    "probabilities": ("time", "regime"),
+    "most_probable_regime": ("time",),
     "states": ("sample", "time", "state"),
     "observations": ("sample", "time", "obs"),
     "observed": ("time", "obs"),
@@ -159,11 +166,14 @@ def _is_forecast(result: Any) -> bool:
 def _parts_of(result: Any) -> dict[str, Any]:
     """Return the available arrays of a result of the library."""
     fields = {name: name for name in ("mean", "covariance", "mean_standard_error")}
+    fields["probabilities"] = "probabilities"
     if _is_forecast(result):
-        fields = {"mean": "state_mean", "covariance": "state_covariance"}
+        fields |= {"mean": "state_mean", "covariance": "state_covariance"}
+        del fields["mean_standard_error"]
         fields |= {"states": "states", "observations": "observations"}
     parts = {name: getattr(result, field, None) for name, field in fields.items()}
-    return {name: part for name, part in parts.items() if part is not None}
+    # A model whose only hidden state is its regime has states without coordinates.
+    return {name: part for name, part in parts.items() if part is not None and np.shape(part)[-1]}
 
 
 def _interval(result: Any, parts: Mapping[str, Any], level: float) -> dict[str, np.ndarray]:
@@ -205,6 +215,13 @@ def gaussian_ends(mean: Any, covariance: Any, level: float) -> np.ndarray:
     return np.stack([np.asarray(mean) - reach, np.asarray(mean) + reach])
 
 
+def _most_probable(probabilities: np.ndarray) -> np.ndarray:
+    """Return the number of the most probable regime, from 1; NaN where a row does not exist."""
+    exists = np.all(np.isfinite(probabilities), axis=-1)
+    best = np.argmax(np.where(exists[..., None], probabilities, 0.0), axis=-1) + 1.0
+    return np.where(exists, best, np.nan)
+
+
 def _std(covariance: np.ndarray) -> np.ndarray:
     return np.sqrt(np.maximum(np.diagonal(covariance, axis1=-2, axis2=-1), 0.0))
 
@@ -242,6 +259,8 @@ def _coordinates(
         if len(names) != sizes["state"]:
             raise ValueError(f"state_names: expected {sizes['state']} names, got {len(names)}.")
         coordinates |= {"state": names, OTHER_STATE: names}
+    if "regime" in sizes:
+        coordinates["regime"] = [f"regime_{j}" for j in range(1, sizes["regime"] + 1)]
     if table.series is not None:
         coordinates["series"] = table.series
     coordinates = {name: list(labels) for name, labels in coordinates.items() if name in sizes}
@@ -275,9 +294,10 @@ def _attributes(result: Any) -> dict[str, Any]:
 def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options: Any) -> Any:
     """Return moments and draws as a pandas frame, one row per existing time.
 
-    Each coordinate of the state, and each observed column with draws, has the columns `NAME_mean`,
-    `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval of
-    probability `level`. They are exact quantiles for Gaussian laws, and else quantiles of draws,
+    Probabilities of regimes are the columns `regime_1`, `regime_2`, ..., and `regime` is the most
+    probable one. Each coordinate of the state, and each observed column with draws, has the columns
+    `NAME_mean`, `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval
+    of probability `level`. They are exact quantiles for Gaussian laws, and else quantiles of draws,
     which are meaningful for a posterior with two modes too. The law is assumed Gaussian only if
     nothing but `mean` and `covariance` is given. Without a result, the frame holds the observations
     and inputs of the table.
@@ -302,7 +322,7 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     if table.series is None:
         dataset = dataset.expand_dims("series")
     columns = _summaries(dataset, level)
-    if hasattr(result, "gaussian"):
+    if _is_forecast(result) and hasattr(result, "covariance"):
         columns |= _of_forecast(table, result, level)
     rows = dataset.sizes["time"]
     future = options.get("future")
@@ -315,6 +335,8 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     frame[table.time_name or "time"] = np.concatenate(times)
     exists = np.arange(rows) < np.array([[len(series)] for series in times])
     columns = {name: values[exists] for name, values in columns.items()}
+    if "regime" in columns and "probabilities" in dataset:
+        columns["regime"] = columns["regime"].astype(int)
     return optional("pandas").DataFrame(frame | columns)
 
 
@@ -329,6 +351,12 @@ def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
         if key in dataset:
             summaries = _of_draws(np.moveaxis(dataset[key].values, 1, -1), level)
             columns |= _by_name(dataset[DIMENSIONS[key][-1]].values, summaries)
+    if "probabilities" in dataset:
+        labels = dataset["regime"].values
+        columns |= {
+            str(name): dataset["probabilities"].values[..., i] for i, name in enumerate(labels)
+        }
+        columns["regime"] = dataset["most_probable_regime"].values
     moments = {w: dataset[w].values for w in ("mean", "std", "lower", "upper") if w in dataset}
     return columns | _by_name(dataset["state"].values if moments else (), moments)
 
@@ -348,7 +376,7 @@ def _of_forecast(table: Table, result: Any, level: float) -> dict[str, np.ndarra
     if mean.ndim == 2:
         mean, covariance = mean[None], covariance[None]
     moments = {"mean": mean, "std": _std(covariance)}
-    if result.gaussian:
+    if getattr(result, "gaussian", False):
         moments["lower"], moments["upper"] = gaussian_ends(mean, covariance, level)
     return _by_name(table.names, moments)
 

@@ -1,8 +1,12 @@
 """Ready models, models from files, and parameters by name."""
 
 from retrodict._interface import ModelError as ModelError
+from retrodict.models._by_regime import canonical_order as canonical_order
+from retrodict.models._by_regime import num_base_regimes as num_base_regimes
+from retrodict.models._by_regime import with_regimes as with_regimes
 from retrodict.models._coordinates import entry_name as entry_name
 from retrodict.models._coordinates import is_memory as is_memory
+from retrodict.models._coordinates import regime_names as regime_names
 from retrodict.models._coordinates import state_names as state_names
 from retrodict.models._counts import binomial_counts as binomial_counts
 from retrodict.models._counts import negative_binomial_counts as negative_binomial_counts
@@ -20,6 +24,10 @@ from retrodict.models._structural import autoregressive as autoregressive
 from retrodict.models._structural import local_level as local_level
 from retrodict.models._structural import local_trend as local_trend
 from retrodict.models._structural import seasonal as seasonal
+from retrodict.models._switching import hmm as hmm
+from retrodict.models._switching import markov_switching as markov_switching
+from retrodict.models._switching import recurrent_switching as recurrent_switching
+from retrodict.models._switching import switching_level as switching_level
 from retrodict.models._toml import ModelSpec as ModelSpec
 from retrodict.models._toml import load as load
 from retrodict.models._toml import read_toml as read_toml
@@ -34,9 +42,11 @@ __all__ = [
     "constant_velocity",
     "fix_parameters",
     "from_options",
+    "hmm",
     "load",
     "local_level",
     "local_trend",
+    "markov_switching",
     "named_parameters",
     "negative_binomial_counts",
     "neural_decoder",
@@ -44,10 +54,12 @@ __all__ = [
     "poisson_counts",
     "range_bearing",
     "read_toml",
+    "recurrent_switching",
     "seasonal",
     "start_from",
     "state_names",
     "stochastic_volatility",
+    "switching_level",
     "with_parameters",
 ]
 

@@ -3,15 +3,19 @@
 import re
 from collections.abc import Sequence
 
-from retrodict._model import StateSpaceModel, unwrap
+from retrodict._model import unwrap
+from retrodict.models._by_regime import NUM_AXES, TRANSITION, SwitchingWalk, num_base_regimes
 from retrodict.models._equations import (
     AbstractColumns,
     AbstractEquation,
     ConstantVelocity,
     Lagged,
     MeanReverting,
+    Model,
     Structural,
+    equation_of,
 )
+from retrodict.switching import SwitchingModel
 
 LATENT = {
     "stochastic_volatility": "log_variance",
@@ -22,7 +26,7 @@ LATENT = {
 """Names of first coordinates that are not in the unit of their column."""
 
 
-def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list[str]:
+def state_names(model: Model, columns: Sequence[str] = ("y",)) -> list[str]:
     """Return a name for each coordinate of the state.
 
     Coordinates of ready models have descriptive names, after the name of their column if there are
@@ -39,12 +43,14 @@ def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list
         model: any model.
         columns: the names of the observed columns.
     """
-    equation = getattr(model.transition, "fn", None)
+    equation = equation_of(model)
     names: list[str] = []
     if isinstance(equation, AbstractColumns):
         parts = _parts(equation)
         alone = len(columns) == 1
         names = [part if alone else f"{column}_{part}" for column in columns for part in parts]
+    elif isinstance(equation, SwitchingWalk):
+        names = ["level"] if len(columns) == 1 else [f"{column}_level" for column in columns]
     elif isinstance(equation, ConstantVelocity):
         # The columns of a sensor are not positions.
         axes = ("x", "y") if equation.kind == "range_bearing" else tuple(columns)
@@ -59,7 +65,7 @@ def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list
 MEMORY = re.compile(r"(season|signal)_lag\d+")
 
 
-def is_memory(model: StateSpaceModel) -> list[bool]:
+def is_memory(model: Model) -> list[bool]:
     """Return, for each coordinate of the state, whether it only holds an earlier value of another.
 
     Such coordinates reduce a model of several lags to one lag: the seasons of the last rows in
@@ -73,7 +79,7 @@ def is_memory(model: StateSpaceModel) -> list[bool]:
     Args:
         model: any model.
     """
-    equation = getattr(model.transition, "fn", None)
+    equation = equation_of(model)
     parts = _parts(equation) if isinstance(equation, AbstractColumns) else []
     if not parts or model.state_dim % len(parts):
         return [False] * model.state_dim
@@ -84,9 +90,7 @@ NOT_BY_COLUMN = ("dynamics", "state_scale")
 """Parameters of ready models that belong to states, not to columns."""
 
 
-def entry_name(
-    model: StateSpaceModel, name: str, index: tuple[int, ...], columns: Sequence[str]
-) -> str:
+def entry_name(model: Model, name: str, index: tuple[int, ...], columns: Sequence[str]) -> str:
     """Return the name of one entry of a parameter, by the column or the state that it belongs to.
 
     Entries of other than ready models are named by their index.
@@ -108,12 +112,38 @@ def entry_name(
     if not index:
         return name
     words = [str(entry) for entry in index]
-    if isinstance(getattr(model.transition, "fn", None), AbstractEquation):
+    if isinstance(model, SwitchingModel):
+        words = _by_regime(model, name, index, columns)
+    elif isinstance(equation_of(model), AbstractEquation):
         if name.startswith("prior.") and len(index) == 1:
             words = [state_names(model, columns)[index[0]]]
         elif "." not in name and name not in NOT_BY_COLUMN and index[0] < len(columns):
             words[0] = columns[index[0]]
     return f"{name}[{','.join(words)}]"
+
+
+def regime_names(model: SwitchingModel) -> list[str]:
+    """Return the names of the regimes, which tables, parameters and pictures use."""
+    return [f"regime_{j}" for j in range(1, num_base_regimes(model) + 1)]
+
+
+def _by_regime(
+    model: SwitchingModel, name: str, index: tuple[int, ...], columns: Sequence[str]
+) -> list[str]:
+    """Return the words for the index of an entry: by regime, by column, then by number."""
+    regimes, words = regime_names(model), [str(entry) for entry in index]
+    if name == TRANSITION:
+        return [regimes[entry] for entry in index]
+    if name.startswith("prior.") and len(index) == 1:
+        return [state_names(model, columns)[index[0]]]
+    if name not in NUM_AXES:
+        return words
+    switches = len(index) > NUM_AXES[name]
+    if switches:
+        words[0] = regimes[index[0]]
+    if index[switches] < len(columns):
+        words[switches] = columns[index[switches]]
+    return words
 
 
 def _parts(equation: AbstractEquation) -> list[str]:

@@ -15,6 +15,7 @@ from retrodict.models._equations import (
     diffuse,
     kernel_of,
     mean_reverting,
+    numpyro_distributions,
     positive,
     stationary_unless,
 )
@@ -27,7 +28,7 @@ class PoissonLaw(AbstractNamed):
 
     def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
         """Return the law of independent counts, one per coordinate of the state."""
-        return _numpyro().Poisson(_exposed(x, u))
+        return numpyro_distributions().Poisson(_exposed(x, u))
 
 
 class NegativeBinomialLaw(AbstractNamed):
@@ -41,7 +42,7 @@ class NegativeBinomialLaw(AbstractNamed):
 
     def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
         """Return the law of independent counts, one per coordinate of the state."""
-        return _numpyro().NegativeBinomial2(_exposed(x, u), self.concentration)
+        return numpyro_distributions().NegativeBinomial2(_exposed(x, u), self.concentration)
 
 
 class BinomialLaw(AbstractNamed):
@@ -58,7 +59,7 @@ class BinomialLaw(AbstractNamed):
         total = self.total_count if u is None else u[-1]
         # numpyro samples with integers only.
         total = jnp.broadcast_to(jnp.rint(jnp.asarray(total)).astype(int), x.shape)
-        return _numpyro().Binomial(total, logits=x)
+        return numpyro_distributions().Binomial(total, logits=x)
 
 
 def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def _counts(
 ) -> StateSpaceModel:
     """Build the model of counts; `starts` are the last five arguments of a constructor."""
     obs_dim = check_count(obs_dim, "obs_dim")
-    _numpyro()
+    numpyro_distributions()
     mean, persistence, scale, prior_mean, prior_scale = starts
     if walk:
         equation = Structural(positive(scale, obs_dim), kind=kind, continuous=irregular)
@@ -264,14 +265,3 @@ def _counts(
 def _exposed(x: Array, u: Array | None) -> Array:
     rate = jnp.exp(x)
     return rate if u is None else u[-1] * rate
-
-
-def _numpyro() -> Any:
-    """Import the distributions of numpyro, which only models of counts need."""
-    try:
-        import numpyro.distributions as distributions
-    except ImportError as error:
-        raise ImportError(
-            "Models of counts use the distributions of numpyro: pip install 'retrodict[numpyro]'."
-        ) from error
-    return distributions

@@ -7,7 +7,7 @@ irregular steps a `VaryingLinearGaussianKernel` calls the equation, with the ste
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -31,6 +31,10 @@ from retrodict._model import (
     partial_autocorrelations,
     unwrap,
 )
+from retrodict.switching import SwitchingModel
+
+Model: TypeAlias = StateSpaceModel | SwitchingModel
+"""The models that can be named, fitted and stored."""
 
 LAG_NOISE = 1e-3
 """The noise of coordinates that hold earlier values, relative to the noise of those values.
@@ -128,6 +132,16 @@ def _stationary_law_of(equation: AbstractEquation) -> Gaussian:
 def kernel_of(equation: AbstractEquation, irregular: bool) -> AbstractKernel | Regular:
     """Return the kernel of an equation: at unit steps, or with the step as the first input."""
     return VaryingLinearGaussianKernel(equation) if irregular else Regular(equation)
+
+
+def equation_of(model: Model) -> AbstractNamed | None:
+    """Return the equation of a ready model, with its name as `kind`; `None` for other models.
+
+    It is that of the transition or, without a continuous state, of the emission.
+    """
+    part = model.emission if model.transition is None else model.transition
+    equation = getattr(part, "fn", None)
+    return equation if isinstance(equation, AbstractNamed) else None
 
 
 class AbstractColumns(AbstractEquation):
@@ -456,6 +470,17 @@ def real(value: Any, *shape: int) -> Array:
 def positive(value: Any, *shape: int) -> Positive:
     """Return a positive array of this shape."""
     return Positive(real(value, *shape))
+
+
+def numpyro_distributions() -> Any:
+    """Import the distributions of numpyro, which only models of counts need."""
+    try:
+        import numpyro.distributions as distributions
+    except ImportError as error:
+        raise ImportError(
+            "Models of counts use the distributions of numpyro: pip install 'retrodict[numpyro]'."
+        ) from error
+    return distributions
 
 
 def lag_noise(size: int) -> np.ndarray:

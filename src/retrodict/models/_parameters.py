@@ -18,10 +18,9 @@ from retrodict._model import (
     AbstractParameter,
     Bounded,
     Frozen,
-    StateSpaceModel,
     StationaryCoefficients,
 )
-from retrodict.models._equations import AbstractNamed
+from retrodict.models._equations import AbstractNamed, Model
 
 ENTRY = re.compile(r"(?P<name>.*)\[(?P<index>\d+(?:,\d+)*)\]")
 
@@ -45,7 +44,7 @@ class _Place(NamedTuple):
 
 
 def named_parameters(
-    model: StateSpaceModel, *, fixed: bool = False, entries: bool = False
+    model: Model, *, fixed: bool = False, entries: bool = False
 ) -> dict[str, Array]:
     """Return the parameters of a model by name, each in its natural scale.
 
@@ -80,7 +79,7 @@ def _entry(name: str, index: tuple[int, ...]) -> str:
     return f"{name}[{','.join(map(str, index))}]" if index else name
 
 
-def parameter_domains(model: StateSpaceModel) -> dict[str, tuple[float, float]]:
+def parameter_domains(model: Model) -> dict[str, tuple[float, float]]:
     """Return the open interval in which each entry of a parameter is learned.
 
     Example:
@@ -111,7 +110,7 @@ def _domain(node: Any, index: tuple[int, ...]) -> tuple[float, float]:
     return node.domain(index)
 
 
-def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateSpaceModel:
+def with_parameters(model: Model, values: Mapping[str, Any]) -> Model:
     """Return the model with some of its parameters set.
 
     Example:
@@ -148,7 +147,7 @@ def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateS
     return _with_nodes(model, changed)
 
 
-def fix_parameters(model: StateSpaceModel, names: Iterable[str]) -> StateSpaceModel:
+def fix_parameters(model: Model, names: Iterable[str]) -> Model:
     """Return the model with some of its parameters wrapped in `Frozen`: they are not learned.
 
     Example:
@@ -177,7 +176,7 @@ def fix_parameters(model: StateSpaceModel, names: Iterable[str]) -> StateSpaceMo
     return _with_nodes(model, chosen)
 
 
-def _places(model: StateSpaceModel) -> dict[str, _Place]:
+def _places(model: Model) -> dict[str, _Place]:
     """Return all parameters by name: the short one if it is unique."""
     places = list(_walk(model, (), None, False))
     short = [place.short for place in places]
@@ -204,7 +203,7 @@ def _walk(node: Any, path: tuple[Any, ...], short: str | None, fixed: bool) -> I
             yield from _walk(child, (*path, *keys), name, fixed)
 
 
-def _with_nodes(model: StateSpaceModel, nodes: Mapping[tuple[Any, ...], Any]) -> StateSpaceModel:
+def _with_nodes(model: Model, nodes: Mapping[tuple[Any, ...], Any]) -> Model:
     """Return the model with other nodes at some paths."""
     if not nodes:
         return model

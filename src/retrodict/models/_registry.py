@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from retrodict._arrays import PRNGKey
 from retrodict._interface import ModelError, guess, nearest
-from retrodict._model import StateSpaceModel
-from retrodict.models._equations import AbstractEquation, Regular
+from retrodict._model import VaryingLinearGaussianKernel
+from retrodict.models._equations import Model, equation_of
 from retrodict.models._parameters import named_parameters, with_parameters
 from retrodict.models._start import Sample, sample_of
 
@@ -19,6 +19,7 @@ LARGEST = {
     "latent_dim": 2000,
     "width": 4096,
     "depth": 64,
+    "regimes": 50,
 }
 """The largest values of options that are sizes: matrices are dense. A season of harmonics may have
 any period."""
@@ -28,7 +29,7 @@ class Option(NamedTuple):
     """An option of a ready model.
 
     Attributes:
-        kind: the type of its value: `bool`, `int`, `float`, or `list` for a list of numbers.
+        kind: the type of its value: `bool`, `int`, `float`, `str`, or `list` for a list of numbers.
         default: the default value.
         help: one line.
     """
@@ -53,6 +54,9 @@ OPTION_HELP = {
     "latent_dim": "the dimension of the state",
     "width": "the number of units per hidden layer",
     "depth": "the number of hidden layers",
+    "regimes": "the number of regimes",
+    "switching": "what switches with the regime, separated by commas",
+    "emission": "the law of a row: gaussian or poisson",
 }
 """The arguments of constructors that are options, with their help."""
 
@@ -67,9 +71,9 @@ class ReadyModel(NamedTuple):
         obs_dim: the number of columns, if it is fixed.
     """
 
-    constructor: Callable[..., StateSpaceModel]
+    constructor: Callable[..., Model]
     description: str
-    starts: Callable[[StateSpaceModel, Sample], dict[str, Any]]
+    starts: Callable[[Model, Sample], dict[str, Any]]
     obs_dim: int | None = None
 
     @property
@@ -99,7 +103,7 @@ class ReadyModel(NamedTuple):
         *,
         obs_dim: int = 1,
         key: PRNGKey | None = None,
-    ) -> StateSpaceModel:
+    ) -> Model:
         """Build the model with these options.
 
         Args:
@@ -134,9 +138,9 @@ class ReadyModel(NamedTuple):
         }
         return [name for name, is_read in is_input.items() if is_read]
 
-    def start(self, model: StateSpaceModel, ys: Any, **series: Any) -> StateSpaceModel:
+    def start(self, model: Model, ys: Any, **series: Any) -> Model:
         """Return the model with starting values from data, as `start_from` does."""
-        irregular = not isinstance(model.transition, Regular)
+        irregular = isinstance(model.transition, VaryingLinearGaussianKernel)
         values = self.starts(model, sample_of(ys, irregular, **series))
         # Parameters that the user fixed stay. Priors are fixed by construction and follow the data.
         learned = named_parameters(model)
@@ -151,7 +155,7 @@ class ReadyModel(NamedTuple):
 READY: dict[str, ReadyModel] = {}
 """The ready models by name."""
 
-Constructor = TypeVar("Constructor", bound=Callable[..., StateSpaceModel])
+Constructor = TypeVar("Constructor", bound=Callable[..., Model])
 
 
 def ready(
@@ -173,7 +177,7 @@ def from_options(
     *,
     obs_dim: int = 1,
     key: PRNGKey | None = None,
-) -> StateSpaceModel:
+) -> Model:
     """Build a ready model by its name.
 
     Example:
@@ -194,13 +198,13 @@ def from_options(
 
 
 def start_from(
-    model: StateSpaceModel,
+    model: Model,
     ys: Any,
     *,
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,
-) -> StateSpaceModel:
+) -> Model:
     """Set the parameters of a ready model to starting values from data.
 
     Levels, scales and rates get the magnitude of the data. Fixed parameters stay. Any other model
@@ -221,10 +225,10 @@ def start_from(
         inputs: inputs, of shape `(batch, time, input)`.
         length: the number of rows, one integer per series or one for all.
     """
-    equation = getattr(model.transition, "fn", None)
-    if not isinstance(equation, AbstractEquation) or equation.kind not in READY:
+    kind = getattr(equation_of(model), "kind", None)
+    if kind not in READY:
         return model
-    return READY[equation.kind].start(model, ys, mask=mask, inputs=inputs, length=length)
+    return READY[kind].start(model, ys, mask=mask, inputs=inputs, length=length)
 
 
 def ready_model(name: str) -> ReadyModel:
@@ -278,10 +282,17 @@ _PARSERS: dict[type, Callable[[str], Any]] = {
     bool: lambda text: {"true": True, "false": False}[text.lower()],
     int: int,
     float: float,
+    str: str,
     list: lambda text: [float(part) for part in text.strip("[]()").split(",")],
 }
 
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list of numbers"}
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list of numbers",
+}
 """The kinds of options in words."""
 
 _TYPES = {"text": str, "table": dict, "whole number": int, "number": (int, float)}

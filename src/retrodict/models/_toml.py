@@ -16,7 +16,7 @@ import jax
 
 from retrodict._arrays import PRNGKey
 from retrodict._interface import ModelError, nearest
-from retrodict._model import StateSpaceModel
+from retrodict.models._equations import Model
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
 from retrodict.models._registry import (
     check_options,
@@ -83,14 +83,14 @@ class ModelSpec:
     fixed: tuple[str, ...] = ()
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
-    given: StateSpaceModel | None = dataclasses.field(default=None, repr=False, compare=False)
+    given: Model | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def is_given(self) -> bool:
         """Whether the model was passed as a Python object without a name."""
         return self.reference == GIVEN
 
-    def build(self, obs_dim: int = 1, key: PRNGKey | None = None) -> StateSpaceModel:
+    def build(self, obs_dim: int = 1, key: PRNGKey | None = None) -> Model:
         """Build the model, with its starting values set and its fixed parameters frozen.
 
         Args:
@@ -110,7 +110,7 @@ class ModelSpec:
         inputs: Any = None,
         length: Any = None,
         key: PRNGKey | None = None,
-    ) -> StateSpaceModel:
+    ) -> Model:
         """Build the model with starting values from data, except those that the reference sets.
 
         Args:
@@ -124,7 +124,7 @@ class ModelSpec:
         model = start_from(model, ys, mask=mask, inputs=inputs, length=length)
         return self._finished(model)
 
-    def _bare(self, obs_dim: int, key: PRNGKey | None) -> StateSpaceModel:
+    def _bare(self, obs_dim: int, key: PRNGKey | None) -> Model:
         if self.given is not None:
             return self.given
         if self.is_given:
@@ -137,7 +137,7 @@ class ModelSpec:
             return _object_model(self.reference)
         return ready_model(self.name).build(self.options, obs_dim=obs_dim, key=key)
 
-    def _finished(self, model: StateSpaceModel) -> StateSpaceModel:
+    def _finished(self, model: Model) -> Model:
         # All at once: entries of one parameter may be valid together and not one by one.
         try:
             model = with_parameters(model, self.start)
@@ -249,7 +249,7 @@ def read_toml(path: str | Path) -> ModelSpec:
 
 
 def load(
-    reference: str | StateSpaceModel | Callable[[], StateSpaceModel] | ModelSpec,
+    reference: str | Model | Callable[[], Model] | ModelSpec,
 ) -> ModelSpec:
     """Return the specification of a model.
 
@@ -273,7 +273,7 @@ def load(
     if isinstance(reference, ModelSpec):
         return reference
     if not isinstance(reference, str):
-        if not (isinstance(reference, StateSpaceModel) or callable(reference)):
+        if not (isinstance(reference, Model) or callable(reference)):
             raise TypeError(
                 "A model must be a name, a StateSpaceModel or a function of no arguments that"
                 f" returns one, got {type(reference).__name__}."
@@ -299,7 +299,7 @@ def _is_object(reference: str) -> bool:
     return ":" in reference and not reference.endswith(".toml")
 
 
-def _object_model(reference: str) -> StateSpaceModel:
+def _object_model(reference: str) -> Model:
     module_name, _, attribute = reference.partition(":")
     if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
         raise ModelError(f"{reference}: name a module, not its file, such as my_module:model.")
@@ -320,14 +320,14 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
 
 
-def _built(model: Any, reference: str) -> StateSpaceModel:
+def _built(model: Any, reference: str) -> Model:
     """Return a model, or call the function that returns one."""
-    if callable(model) and not isinstance(model, StateSpaceModel):
+    if callable(model) and not isinstance(model, Model):
         try:
             model = model()
         except (Exception, SystemExit) as error:
             raise ModelError(f"{reference}: calling it raised {_reason(error)}.") from error
-    if not isinstance(model, StateSpaceModel):
+    if not isinstance(model, Model):
         raise ModelError(
             f"{reference} must be a StateSpaceModel or a function of no arguments that returns one,"
             f" got {type(model).__name__}."

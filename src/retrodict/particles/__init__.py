@@ -46,6 +46,7 @@ from retrodict.particles.resampling import check_scheme as check_scheme
 from retrodict.particles.resampling import check_threshold as check_threshold
 from retrodict.particles.resampling import cumulative as cumulative
 from retrodict.particles.resampling import resample as resample
+from retrodict.particles.resampling import uniforms as uniforms
 from retrodict.particles.tempered import tempered_smoother as tempered_smoother
 
 __all__ = [

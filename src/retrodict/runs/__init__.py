@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from retrodict.runs._record import likelihood_in_words as likelihood_in_words
     from retrodict.runs._record import parameter_lines as parameter_lines
     from retrodict.runs._record import read_record as read_record
+    from retrodict.runs._record import regimes_in_words as regimes_in_words
     from retrodict.runs._record import unit_in_words as unit_in_words
     from retrodict.runs._report import draw as draw
     from retrodict.runs._report import write_report as write_report

@@ -11,14 +11,18 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict._interface import Argument
+from retrodict.runs import _switching as switching
 from retrodict.runs._record import RunError
 from retrodict.runs._run import Run
 
 
-def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0) -> rd.Smoothed:
+def smooth(
+    run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0
+) -> rd.Smoothed | switching.SmoothedRegimes:
     """Smooth the states of each series given all its rows.
 
-    Exact for linear-Gaussian models; otherwise by the family of the run, without further training.
+    Exact for linear-Gaussian models and for hidden Markov models; GPB2 for regimes with states;
+    otherwise by the family of the run, without further training.
 
     Example:
         >>> import tempfile, retrodict as rd
@@ -39,7 +43,10 @@ def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0
 
     Returns:
         The result of `retrodict.smooth` for a batch: every array has a leading axis for the series.
+        For models with regimes, it has their `probabilities` as well.
     """
+    if isinstance(run.model, rd.switching.SwitchingModel):
+        return switching.smooth(run.model, table, num_samples, seed)
     choice: dict[str, Any] = {"method": "exact"} if run.is_exact else {"family": run.family}
     return rd.smooth(
         run.model,
@@ -71,8 +78,8 @@ def forecast(
     times: Sequence[np.ndarray] | None = None,
     num_samples: int = 1000,
     seed: int = 0,
-    smoothed: rd.Smoothed | None = None,
-) -> rd.Forecast:
+    smoothed: rd.Smoothed | switching.SmoothedRegimes | None = None,
+) -> rd.Forecast | rd.switching.SwitchingForecast:
     """Forecast the rows after a table.
 
     Example:
@@ -98,16 +105,20 @@ def forecast(
         smoothed: the result of `smooth` for this table, if it is available.
 
     Returns:
-        The result of `retrodict.forecast`, with a leading axis for the series.
+        The result of `retrodict.forecast`, or of `retrodict.switching.forecast` for models with
+        regimes, with a leading axis for the series.
     """
     future = _future_inputs(table, num_times, inputs, times)
     smoothed = smooth(run, table, seed=seed) if smoothed is None else smoothed
-    model = rd.unwrap(run.model)
+    model, keys = rd.unwrap(run.model), jax.random.split(jax.random.key(seed), table.num_series)
+    if isinstance(model, rd.switching.SwitchingModel):
+        ys = np.where(table.mask, table.ys, 0.0)
+        return switching.forecast(model, keys, smoothed.chain, ys, num_times, future, num_samples)
     return for_each_series(
         lambda key, chain, u: rd.forecast(
             key, model, chain, num_times, inputs=u, num_samples=num_samples
         ),
-        jax.random.split(jax.random.key(seed), table.num_series),
+        keys,
         smoothed.chain,
         future,
     )
@@ -235,16 +246,17 @@ def impute(
     """
     if hidden is not None:
         table = dataclasses.replace(table, mask=table.mask & ~hidden)
-    model = rd.unwrap(run.model)
+    model, keys = rd.unwrap(run.model), jax.random.split(jax.random.key(seed), table.num_series)
+    chain = smooth(run, table, seed=seed).chain
+    rows = (np.where(table.mask, table.ys, 0.0), table.mask, table.inputs, table.length)
+    if isinstance(model, rd.switching.SwitchingModel):
+        return np.asarray(switching.completed(model, keys, chain, *rows, num_samples))
     draws = for_each_series(
         lambda key, chain, ys, mask, us, length: rd.impute(
             key, model, chain, ys, num_samples, mask=mask, inputs=us, length=length
         ),
-        jax.random.split(jax.random.key(seed), table.num_series),
-        smooth(run, table, seed=seed).chain,
-        np.where(table.mask, table.ys, 0.0),
-        table.mask,
-        table.inputs,
-        table.length,
+        keys,
+        chain,
+        *rows,
     )
     return np.asarray(draws)

@@ -13,6 +13,7 @@ import retrodict as rd
 from retrodict import data, models
 from retrodict._files import as_json
 from retrodict._workspace import Progress, Quiet
+from retrodict.runs import _check_regimes as regimes
 from retrodict.runs._apply import impute
 from retrodict.runs._report_content import Finding, Verdict
 from retrodict.runs._residuals import (
@@ -172,7 +173,7 @@ def check(
     keys = (None, None) if run.is_exact else jax.random.split(jax.random.key(seed))
 
     stages: dict[str, Callable[[], list[Finding]]] = {
-        "the parameters": lambda: [_check_parameters(run, _search_higher_maximum(run, table))],
+        "the parameters": lambda: _check_fit(run, table),
         "the posterior": lambda: _check_posterior(run, part, keys[0], num_particles),
         "the residuals": lambda: _check_residuals(run, part, keys[1], num_particles),
         "the hidden points": lambda: [_check_coverage(run, part, seed)],
@@ -193,6 +194,12 @@ def _grade(value: float, doubtful: float, bad: float) -> Verdict:
 
 def _grade_p_value(p_value: float) -> Verdict:
     return _grade(-p_value, -DOUBTFUL, -BAD)
+
+
+def _check_fit(run: Run, table: data.Table) -> list[Finding]:
+    """Judge the parameters and, if there are regimes, their use."""
+    findings = [_check_parameters(run, _search_higher_maximum(run, table))]
+    return findings + (regimes.check_regimes(run.record["results"]) if run.has_regimes else [])
 
 
 def _search_higher_maximum(run: Run, table: data.Table) -> float | None:
@@ -275,6 +282,8 @@ def _check_parameters(run: Run, higher: float | None = None) -> Finding:
 
 def _check_posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
     """Compare the chain of each series with a reference, and bound the error of the longest."""
+    if run.has_regimes:
+        return regimes.check_posterior(run, table, key, count)
     bound_name = "bound on the error of the smoothed sum"
     if run.is_exact:
         meaning = (
@@ -358,9 +367,7 @@ def _bound(run: Run, chain: Any, one: dict[str, Any], name: str, *, alone: bool)
 def _check_residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
     """Test the one-step-ahead residuals of each column."""
     keys = [None] * table.num_series if key is None else jax.random.split(key, table.num_series)
-    series = [
-        pit(each, run.model, num_particles=count, **table.one(i)) for i, each in enumerate(keys)
-    ]
+    series = [_levels(run, each, table.one(i), count) for i, each in enumerate(keys)]
     findings = []
     for index, column in enumerate(table.names):
         for test in residual_tests([each[:, index] for each in series]):
@@ -373,11 +380,21 @@ def _check_residuals(run: Run, table: data.Table, key: Any, count: int) -> list[
     return findings
 
 
+def _levels(run: Run, key: Any, one: dict[str, Any], count: int) -> np.ndarray:
+    """Return the level of each observation of one series given the rows before it."""
+    if run.has_regimes:
+        return regimes.levels_of(run, key, one, count)
+    return pit(key, run.model, num_particles=count, **one)
+
+
 def _check_coverage(run: Run, table: data.Table, seed: int) -> Finding:
     """Hide observed points from the smoother and count those in their intervals."""
     random = np.random.default_rng(seed)
     hidden = hide(random, table.mask, HIDDEN_SHARE, MIN_HIDDEN)
     name = "hidden points in their 90% intervals"
+    if run.has_regimes and run.model.num_lags:
+        meaning = "a model of lagged observations cannot smooth with hidden points"
+        return Finding(name, "not checked", meaning, "unknown")
     if hidden.sum() < MIN_HIDDEN:
         value = f"too few points: {MIN_HIDDEN} are needed"
         return Finding(name, value, "observed points are hidden and imputed", "unknown")

@@ -28,10 +28,10 @@ from retrodict.runs._record import (
     read_inside,
     read_record,
 )
-from retrodict.runs._run import AnyTable, Model, Run, open_run, write
+from retrodict.runs._run import AnyModel, AnyTable, Model, Run, open_run, write
 from retrodict.runs._standard_errors import parameter_table
 from retrodict.runs._starting_model import refuse_too_large, starting_model, with_period
-from retrodict.runs._training import FAMILIES, fit_by_elbo, fit_by_evidence, train_family
+from retrodict.runs._training import FAMILIES, learn
 
 SETTINGS = "settings.json"
 """The settings of an unfinished run."""
@@ -69,7 +69,8 @@ class FitJob:
         """The number of stages, for progress bars."""
         refuse_too_large(self.spec, self.table)
         model = self.spec.build(len(self.table.names), jax.random.key(0))
-        return 2 if model.is_linear_gaussian else 3
+        regimes = isinstance(model, rd.switching.SwitchingModel)
+        return 2 if regimes or model.is_linear_gaussian else 3
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class FitJob:
         given = self.spec.given
         return as_plain(settings if given is None else settings | {"given": _fingerprint(given)})
 
-    def starting_model(self) -> rd.StateSpaceModel:
+    def starting_model(self) -> AnyModel:
         """Return the model that the fit starts from, with starting values from the data.
 
         Raises:
@@ -159,8 +160,9 @@ def fit(
     """Learn the parameters of a model from a table, and train a family that smooths for it.
 
     Parameters that the model marks as learnable maximise the likelihood: exactly for
-    linear-Gaussian models, through the ELBO for others. A nonlinear model also gets a family, which
-    is trained on series simulated from the fitted model, so that it can smooth new rows. Finished
+    linear-Gaussian models and hidden Markov models, by the evidence of GPB2 for models with regimes
+    and states, and through the ELBO for others. A nonlinear model also gets a family, which is
+    trained on series simulated from the fitted model, so that it can smooth new rows. Finished
     stages are stored in the folder: call `fit` again with the same arguments to resume an
     interrupted fit. With several processes (`retrodict.initialise`), all of them call this function
     with the same shared folder: the series are distributed over their devices, and one process
@@ -200,53 +202,48 @@ def fit(
     return job.run(progress)
 
 
-def _run_stages(folder: Folder, job: FitJob, model: rd.StateSpaceModel) -> Run:
+def _run_stages(folder: Folder, job: FitJob, model: AnyModel) -> Run:
     """Run the stages of a fit in its folder, from the starting model."""
     table, num_steps = job.table, job.num_steps
     _, learn_key, train_key, error_key = jax.random.split(jax.random.key(job.seed), 4)
-    exact = model.is_linear_gaussian
-    trained, family_history, search = None, np.zeros(0), None
-    if exact:
-        model, history, total, search = fit_by_evidence(folder, learn_key, model, table)
-    else:
-        model, history, total = fit_by_elbo(folder, learn_key, model, table, num_steps)
-        trained, family_history = train_family(
-            folder, train_key, model, table, job.family, num_steps
-        )
+    keys = (learn_key, train_key)
+    learned = learn(folder, keys, model, table, job.family, num_steps)
     # The library reports nats per time step; reports give nats per observed row.
-    history = history * (table.summary.num_rows / table.summary.num_rows_observed)
+    history = learned.history * (table.summary.num_rows / table.summary.num_rows_observed)
     lines = [("parameters", i + 1, v) for i, v in enumerate(history)]
-    lines += [("family", i + 1, v) for i, v in enumerate(family_history)]
+    lines += [("family", i + 1, v) for i, v in enumerate(learned.family_history)]
     folder.write(TRAINING, as_csv(("stage", "step", "nats per observed row"), lines))
-    parameters, uncertainty = parameter_table(folder, error_key, model, table)
+    parameters, uncertainty = parameter_table(folder, error_key, learned.model, table)
     record: dict[str, Any] = {
         "layout": table.layout,
         "options": {
-            "family": None if exact else job.family,
+            "family": None if learned.family is None else job.family,
             "num_steps": num_steps,
             "seed": job.seed,
         },
         "data": {"sha256": table.summary.fingerprint, "described": table.described()},
         "results": {
-            "method": "exact" if exact else "amortised",
-            "objective": "log-evidence" if exact else "ELBO",
-            "nats_per_row": total / table.summary.num_rows_observed,
-            "total": total,
+            "method": learned.method,
+            "objective": learned.objective,
+            "nats_per_row": learned.total / table.summary.num_rows_observed,
+            "total": learned.total,
             "rows": table.summary.num_rows,
             "rows_observed": table.summary.num_rows_observed,
             "seconds": round(folder.seconds, 1),
             "parameters": parameters,
-            "search": search,
+            "search": learned.search,
+            **learned.details,
             **uncertainty,
         },
     }
+    model, trained = learned.model, learned.family
     rows = data.Rows.of_table(table)
     run = write(folder.path, job.spec, model, trained, record, rows) if is_main_process() else None
     wait_for_processes("the run is written")
     return open_run(folder.path, model=job.spec) if run is None else run
 
 
-def _fingerprint(model: rd.StateSpaceModel) -> str:
+def _fingerprint(model: AnyModel) -> str:
     """Return a fingerprint of a model: its arrays, its structure and the code of its functions."""
 
     def encode(text: str) -> bytes:  # without memory addresses, which differ between processes

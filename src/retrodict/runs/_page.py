@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from retrodict._pages import render_page, visible
-from retrodict.runs._plot import LINES, draw_curves, draw_panels, render_picture
+from retrodict.runs._plot import LINES, REGIMES, SHADE, draw_curves, draw_panels, render_picture
 from retrodict.runs._report_content import (
     Band,
     Curve,
@@ -19,6 +19,7 @@ from retrodict.runs._report_content import (
     ParameterLine,
     PlottedSeries,
     ReportContent,
+    Shade,
     is_dated,
     milliseconds,
     percent,
@@ -65,6 +66,11 @@ def page(content: ReportContent) -> str:
         content=content,
         series=series,
         panels=panels,
+        regimes=[
+            (f"regime {j + 1}", REGIMES[j % len(REGIMES)])
+            for j in range(max((_num_regimes(panel) for panel in panels), default=0))
+        ],
+        shade=SHADE,
         has_gaps=any(panel.gaps().size for panel in panels),
         level=level,
         picture=_picture(series[0], content) if series else None,
@@ -74,6 +80,10 @@ def page(content: ReportContent) -> str:
         training=_training(content) if content.training else None,
         payload=chart_data(series, level),
     )
+
+
+def _num_regimes(panel: Panel) -> int:
+    return 0 if panel.regimes is None else panel.regimes.probabilities.shape[1]
 
 
 def _script() -> str:
@@ -170,6 +180,12 @@ def chart_data(series: Sequence[PlottedSeries], level: str) -> dict[str, Any]:
             values["hollow"] = [_rounded(end, digits) for end in ends]
         return {"axis": index, **values}
 
+    def shade(source: Shade) -> dict[str, Any]:
+        axis = _axis(source.times)
+        index, _ = axes.setdefault(json.dumps(axis), (len(axes), axis))
+        strength = [round(float(value), 3) for value in source.strength]
+        return {"axis": index, "best": source.most_probable.tolist(), "strength": strength}
+
     def panel(source: Panel) -> dict[str, Any]:
         digits = _digits(source)
         return {
@@ -178,10 +194,17 @@ def chart_data(series: Sequence[PlottedSeries], level: str) -> dict[str, Any]:
             "observed": None if source.observed is None else _rounded(source.observed, digits),
             "missing": source.gaps().tolist(),
             "forecast": None if source.forecast is None else band(source.forecast, digits),
+            "regimes": None if source.regimes is None else shade(source.regimes),
         }
 
+    shades = {"colours": REGIMES, "opacity": SHADE}
     tree = [{"name": visible(s.name), "panels": [panel(p) for p in s.panels]} for s in series]
-    return {"level": level, "axes": [axis for _, axis in axes.values()], "series": tree}
+    return {
+        "level": level,
+        "shades": shades,
+        "axes": [axis for _, axis in axes.values()],
+        "series": tree,
+    }
 
 
 def _axis(times: np.ndarray) -> dict[str, Any]:

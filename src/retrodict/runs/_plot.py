@@ -10,7 +10,15 @@ import numpy as np
 
 from retrodict._files import write_atomically
 from retrodict._pages import render_figure, visible
-from retrodict.runs._report_content import Band, Curve, Panel, is_dated, milliseconds, percent
+from retrodict.runs._report_content import (
+    Band,
+    Curve,
+    Panel,
+    Shade,
+    is_dated,
+    milliseconds,
+    percent,
+)
 
 FORMATS = (".png", ".svg", ".pdf")
 """The suffixes of the files that `plot` writes."""
@@ -32,6 +40,12 @@ COLOURS = {
 }
 
 
+REGIMES = ("#2a9d8f", "#e0a100", "#c2468f", "#6b5bd2", "#7a8450", "#56789a")
+"""The colours of regimes, in order; more regimes repeat them."""
+
+SHADE = 0.34
+"""The opacity of a certain regime."""
+
 LINES = (
     ("solid", "smoothed"),
     ("dashed", "forecast"),
@@ -41,6 +55,9 @@ LINES = (
 """The style and the colour of training curves, in order."""
 
 SECONDS_PER_YEAR = 365.2425 * 24 * 3600
+
+MAX_MARKS = 5
+"""A legend with more entries has two rows."""
 
 MAX_VECTORS = 5000
 """Longer series are drawn as pixels, also in SVG and PDF files."""
@@ -128,6 +145,8 @@ def draw_panels(
         if panel.forecast is not None:
             _draw_band(ax, panel.forecast, "forecast", f"forecast {label}")
         _draw_gaps(ax, panel)
+        if panel.regimes is not None:
+            _draw_regimes(ax, panel.regimes)
         ax.set_title(literal(panel.title))
         ax.margins(x=0.01)
         if is_dated(_abscissae(panel.smoothed.times)):
@@ -222,16 +241,49 @@ def _draw_gaps(ax: Any, panel: Panel) -> None:
         )
 
 
+def _draw_regimes(ax: Any, shade: Shade) -> None:
+    """Shade each row by its most probable regime, the stronger the more certain it is."""
+    from matplotlib.colors import to_rgba
+
+    xs = _abscissae(shade.times)
+    positions = np.asarray(ax.convert_xunits(xs), float)
+    edges = edges_of(positions)
+    best, strength = shade.most_probable, np.clip(shade.strength, 0.0, 1.0)
+    for regime in range(shade.probabilities.shape[1]):
+        rows, colour = np.flatnonzero(best == regime), REGIMES[regime % len(REGIMES)]
+        spans = list(zip(edges[rows], edges[rows + 1] - edges[rows], strict=True))
+        ax.broken_barh(
+            spans,
+            (0, 1),
+            facecolors=[to_rgba(colour, SHADE * strength[row]) for row in rows],
+            linewidth=0,
+            transform=ax.get_xaxis_transform(),
+            zorder=0.5,
+            rasterized=len(xs) > MAX_VECTORS,
+        )
+        ax.fill_between([], [], [], color=colour, alpha=SHADE, label=f"regime {regime + 1}")
+
+
+def edges_of(positions: np.ndarray) -> np.ndarray:
+    """Return the ends of rows: halfway to their neighbours."""
+    if positions.size < 2:
+        return np.array([positions[0] - 0.5, positions[0] + 0.5])
+    middle = (positions[1:] + positions[:-1]) / 2
+    ends = 2 * positions[[0, -1]] - middle[[0, -1]]
+    return np.concatenate([ends[:1], middle, ends[1:]])
+
+
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
     """Draw one legend for all panels."""
     marks = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             marks.setdefault(label, handle)
-    legend = figure.legend(
-        marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks)
-    )
+    columns = len(marks) if len(marks) <= MAX_MARKS else -(-len(marks) // 2)
+    legend = figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=columns)
     for handle in legend.legend_handles:  # visible in the legend, however fine the marks are
+        if not hasattr(handle, "get_marker"):
+            continue  # a shaded regime
         handle.set_alpha(1.0)
         if handle.get_marker() == "o":
             handle.set_markersize(3)

@@ -146,6 +146,7 @@ _SCHEMA: dict[str, Any] = {
         "nats_per_row": _NUMBER,
         "uncertainty": _TEXT,
         **dict.fromkeys(("total", "rows", "rows_observed", "distance"), _OPTIONAL_NUMBER),
+        "regimes": {str: dict.fromkeys(("share", "rows", "expected_duration"), _NUMBER)},
         "parameters": {
             str: {
                 "value": _NUMBER,
@@ -156,6 +157,10 @@ _SCHEMA: dict[str, Any] = {
     },
 }
 """The schema of a record: alternatives of types, lists of texts, or tables of these."""
+
+
+_OPTIONAL_TABLES = ("results.regimes",)
+"""Tables that some records lack."""
 
 
 def _check(record: Mapping[str, Any], file: Path) -> None:
@@ -172,6 +177,8 @@ def _check(record: Mapping[str, Any], file: Path) -> None:
 
 def _mismatch(value: Any, expected: Any, name: str) -> str | None:
     """Describe an entry that is missing or of a wrong type; return `None` if there is none."""
+    if value is _MISSING and name in _OPTIONAL_TABLES:
+        return None
     if not isinstance(expected, dict):
         fits = any(_is_of(value, kind) for kind in expected)
         return None if fits else f"{name} is missing or of another type"
@@ -195,14 +202,21 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
+OBJECTIVES = {
+    "log-evidence": "log-likelihood",
+    "exact evidence": "log-likelihood",
+    "approximate evidence": "log-likelihood by GPB2, an approximation,",
+}
+"""Objectives in words."""
+
+
 def likelihood_in_words(results: Mapping[str, Any]) -> str:
     """Describe the log-likelihood of a fitted model, in total and per row.
 
     Args:
         results: the results in the record of a run.
     """
-    exact = results["objective"] == "log-evidence"
-    what = "log-likelihood" if exact else "ELBO, a lower bound of the log-likelihood,"
+    what = OBJECTIVES.get(results["objective"], "ELBO, a lower bound of the log-likelihood,")
     if results["nats_per_row"] is None:
         return f"{what} –"
     words = f"{results['nats_per_row']:.4f} nats per observed row"
@@ -210,6 +224,24 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
         rows = f"{results['rows_observed']} of {results['rows']} rows observed"
         words = f"{results['total']:.2f} in all, {words} ({rows})"
     return f"{what} {words}"
+
+
+def regimes_in_words(results: Mapping[str, Any]) -> str:
+    """Describe the regimes of a run, with shares and durations; empty if there are none.
+
+    Args:
+        results: the results in the record of a run.
+    """
+    lines = [
+        f"{name} has {_figure(line['share'], '.1%')} of the rows and an expected duration of"
+        f" {_figure(line['expected_duration'], '.1f')} rows"
+        for name, line in results.get("regimes", {}).items()
+    ]
+    return f"Regimes: {'; '.join(lines)}." if lines else ""
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "unbounded" if value is None else format(value, form)
 
 
 def parameter_lines(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

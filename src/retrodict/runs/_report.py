@@ -13,6 +13,7 @@ from retrodict import data
 from retrodict._files import version_of, write_atomically
 from retrodict._workspace import Progress, Quiet
 from retrodict.distributed import is_main_process
+from retrodict.runs import _switching as switching
 from retrodict.runs._apply import for_each_series, forecast, smooth
 from retrodict.runs._check import Check, check
 from retrodict.runs._page import MAX_SERIES, page
@@ -22,6 +23,7 @@ from retrodict.runs._record import (
     TRAINING,
     likelihood_in_words,
     parameter_lines,
+    regimes_in_words,
     unit_in_words,
 )
 from retrodict.runs._report_content import (
@@ -31,6 +33,7 @@ from retrodict.runs._report_content import (
     ParameterLine,
     PlottedSeries,
     ReportContent,
+    Shade,
 )
 from retrodict.runs._residuals import propagate_rows
 from retrodict.runs._run import AnyTable, Run, shown_states, state_names
@@ -97,7 +100,11 @@ def write_report(
     content = ReportContent(
         title=f"{run.spec.reference}: {', '.join(table.names)}",
         verdict=None if checked.worst == "unknown" else checked.worst,
-        summary=[checked.verdict, *scope, _how(results)],
+        summary=[
+            text
+            for text in (checked.verdict, *scope, _how(results), regimes_in_words(results))
+            if text
+        ],
         data=described,
         series=_series(run, table, steps, level, seed),
         level=level,
@@ -179,6 +186,8 @@ def _centre(run: Run) -> Literal["mean", "median"]:
 def _how(results: Mapping[str, Any]) -> str:
     value = likelihood_in_words(results)
     value = f"{value[0].upper()}{value[1:]}."
+    if "regimes" in results:
+        return f"{switching.REASONS[results['method']]} {value}"
     if results["method"] == "exact":
         return f"The model is linear and Gaussian: smoothing is exact. {value}"
     return f"Smoothing is by a family trained on series simulated from the fitted model. {value}"
@@ -228,13 +237,15 @@ def _series(
     smoothed = smooth(run, table, seed=seed)
     titles = [*table.names, *state_names(run)]
     bands = _bands(table.times, _smoothed_laws(run, table, smoothed, seed), level)
-    ahead = None
+    ahead, shades = None, _shades(table.times, smoothed)
     if steps:
         options: Any = {"inputs": inputs, "times": times, "seed": seed, "smoothed": smoothed}
         future_times = (
             table.future_times(steps) if times is None else table.check_future_times(times)
         )
-        ahead = _bands(future_times, _forecast_laws(forecast(run, table, steps, **options)), level)
+        result = forecast(run, table, steps, **options)
+        ahead = _bands(future_times, _forecast_laws(result), level)
+        shades = _shades(table.times, smoothed, future_times, result)
     num_columns = len(table.names)
     shown = [*range(num_columns), *(num_columns + i for i in shown_states(run, every=all_states))]
 
@@ -242,15 +253,34 @@ def _series(
         rows, observed = int(table.length[i]), None
         if index < num_columns:
             observed = np.where(table.mask[i, :rows, index], table.ys[i, :rows, index], np.nan)
-        return Panel(
-            titles[index], bands[index][i], observed, None if ahead is None else ahead[index][i]
-        )
+        coming = None if ahead is None else ahead[index][i]
+        return Panel(titles[index], bands[index][i], observed, coming, shades[i])
 
     names = [""] if table.series is None else [str(name) for name in table.series]
     return [PlottedSeries(name, [panel(i, k) for k in shown]) for i, name in enumerate(names)]
 
 
-def _smoothed_laws(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> list[Law]:
+def _shades(
+    times: Sequence[np.ndarray],
+    smoothed: Any,
+    future_times: Sequence[np.ndarray] | None = None,
+    ahead: Any = None,
+) -> list[Shade | None]:
+    """Return the most probable regimes of each series; `None` without regimes."""
+    if not hasattr(smoothed, "probabilities"):
+        return [None] * len(times)
+    shades = []
+    for i, stamps in enumerate(times):
+        probabilities = np.asarray(smoothed.probabilities[i])[: len(stamps)]
+        if future_times is not None:
+            coming = np.asarray(ahead.probabilities[i])[: len(future_times[i])]
+            probabilities = np.concatenate([probabilities, coming])
+            stamps = np.concatenate([stamps, future_times[i]])
+        shades.append(Shade(stamps, probabilities))
+    return shades
+
+
+def _smoothed_laws(run: Run, table: data.Table, smoothed: Any, seed: int) -> list[Law]:
     """Return the laws of new observations of every row, and of the states."""
     model, us, states = rd.unwrap(run.model), table.inputs, (smoothed.mean, smoothed.covariance)
     if run.is_exact:
@@ -261,7 +291,13 @@ def _smoothed_laws(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int
         )
         return [(None, *columns), (None, *states)]
     keys = jax.random.split(jax.random.key(seed), table.num_series)
-    num_replicates, num_paths = _num_draws(table.ys.size), _num_draws(smoothed.mean.size)
+    num_replicates = _num_draws(table.ys.size)
+    num_paths = _num_draws(max(1, smoothed.mean.size))
+    if run.has_regimes:
+        ys = np.where(table.mask, table.ys, 0.0)
+        rows = switching.replicates(model, keys, smoothed.chain, ys, us, num_replicates)
+        paths = switching.drawn_states(keys, smoothed.chain, num_paths)
+        return [(np.asarray(rows), None, None), (np.asarray(paths), *states)]
     replicates = for_each_series(
         lambda key, chain, us: rd.predictive(key, model, chain, num_replicates, inputs=us),
         keys,
@@ -272,10 +308,13 @@ def _smoothed_laws(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int
     return [(np.asarray(replicates), None, None), (np.asarray(paths), *states)]
 
 
-def _forecast_laws(ahead: rd.Forecast) -> list[Law]:
+def _forecast_laws(ahead: Any) -> list[Law]:
     """Return the laws of the observations and of the states of a forecast."""
-    columns = None if ahead.gaussian else np.asarray(ahead.observations)
-    states = None if ahead.gaussian_states else np.asarray(ahead.states)
+    gaussian, gaussian_states = (
+        getattr(ahead, name, False) for name in ("gaussian", "gaussian_states")
+    )
+    columns = None if gaussian else np.asarray(ahead.observations)
+    states = None if gaussian_states else np.asarray(ahead.states)
     return [
         (columns, ahead.mean, ahead.covariance),
         (states, ahead.state_mean, ahead.state_covariance),

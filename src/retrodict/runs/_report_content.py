@@ -67,6 +67,35 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Shade:
+    """The probabilities of regimes over time, which shade a panel.
+
+    Attributes:
+        times: `(time,)`, those of the rows and of a forecast.
+        probabilities: `(time, regime)`.
+    """
+
+    times: np.ndarray
+    probabilities: np.ndarray
+
+    def __post_init__(self):
+        _check_times(self.times)
+        _check_length("probabilities", self.probabilities[:, 0], self.times)
+
+    @property
+    def most_probable(self) -> np.ndarray:
+        """The index of the most probable regime of each row."""
+        return np.argmax(self.probabilities, axis=1)
+
+    @property
+    def strength(self) -> np.ndarray:
+        """How far the most probable regime is ahead of a tie: 0 for equal odds, 1 if certain."""
+        count = self.probabilities.shape[1]
+        best = self.probabilities.max(axis=1)
+        return np.ones_like(best) if count == 1 else (best - 1 / count) / (1 - 1 / count)
+
+
+@dataclass(frozen=True)
 class Panel:
     """One observed column or one state of a series.
 
@@ -75,12 +104,14 @@ class Panel:
         smoothed: the band of the rows; its centre is NaN where there is none.
         observed: `(time,)`, the observations, NaN where missing; None for a state.
         forecast: the band after the last row, or None.
+        regimes: the probabilities of regimes, or None.
     """
 
     title: str
     smoothed: Band
     observed: np.ndarray | None = None
     forecast: Band | None = None
+    regimes: Shade | None = None
 
     def __post_init__(self):
         times = self.smoothed.times

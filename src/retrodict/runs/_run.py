@@ -26,7 +26,10 @@ from retrodict.runs._record import (
     read_record,
 )
 
-Model: TypeAlias = str | rd.StateSpaceModel | Callable[[], rd.StateSpaceModel] | models.ModelSpec
+AnyModel: TypeAlias = rd.StateSpaceModel | rd.switching.SwitchingModel
+"""The models that a run may have."""
+
+Model: TypeAlias = str | AnyModel | Callable[[], AnyModel] | models.ModelSpec
 """The models that `retrodict.models.load` accepts."""
 
 AnyTable: TypeAlias = data.Table | data.SharedTable
@@ -51,13 +54,14 @@ class Run:
         path: its folder.
         spec: the specification of the model.
         model: the fitted model.
-        family: the trained family; `None` for linear-Gaussian models, which need none.
+        family: the trained family; `None` for linear-Gaussian models and those with regimes, which
+            need none.
         record: the content of `run.json`: layout of the table, options, data, results.
     """
 
     path: Path
     spec: models.ModelSpec
-    model: rd.StateSpaceModel
+    model: AnyModel
     family: rd.AbstractFamily | None
     record: Mapping[str, Any]
 
@@ -74,7 +78,12 @@ class Run:
     @property
     def is_exact(self) -> bool:
         """Whether smoothing is exact because the model is linear and Gaussian."""
-        return self.family is None
+        return self.family is None and not self.has_regimes
+
+    @property
+    def has_regimes(self) -> bool:
+        """Whether the model has regimes, so that `retrodict.switching` smooths for it."""
+        return isinstance(self.model, rd.switching.SwitchingModel)
 
     @property
     def smoother(self) -> rd.AbstractFamily:
@@ -110,7 +119,7 @@ class Run:
 def write(
     path: Path,
     spec: models.ModelSpec,
-    model: rd.StateSpaceModel,
+    model: AnyModel,
     family: rd.AbstractFamily | None,
     record: Mapping[str, Any],
     rows: data.Rows | None = None,
@@ -179,7 +188,7 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
                 " fit a model that is named as module:name."
             )
         raise RunError(f"{path}: {error}{remedy}", model=...) from error
-    if not isinstance(loaded, rd.StateSpaceModel):
+    if not isinstance(loaded, AnyModel):
         raise RunError(f"{path / MODEL} contains no model. Fit again to another folder.")
     if family is not None and not isinstance(family, rd.AbstractFamily):
         raise RunError(f"{path / FAMILY} contains no family. Fit again to another folder.")
@@ -197,12 +206,16 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
 
 def _trace(run: Run) -> None:
     """Trace the model and the family on two rows without computing anything."""
-    ys = np.zeros((2, len(run.layout["columns"])))
-    us = np.zeros((2, run.input_dim)) if run.input_dim else None
+    rows = 2 + getattr(run.model, "num_lags", 0)
+    ys = np.zeros((rows, len(run.layout["columns"])))
+    us = np.zeros((rows, run.input_dim)) if run.input_dim else None
 
-    def call(model: rd.StateSpaceModel, family: rd.AbstractFamily | None) -> Any:
+    def call(model: AnyModel, family: rd.AbstractFamily | None) -> Any:
         inputs = us if rd.unwrap(model).takes_input else None
-        joint = model.log_joint(np.zeros((2, model.state_dim)), ys, inputs=inputs)
+        xs = np.zeros((rows, model.state_dim))
+        if isinstance(model, rd.switching.SwitchingModel):
+            return model.log_joint(np.zeros(rows, int), xs, ys, inputs=inputs)
+        joint = model.log_joint(xs, ys, inputs=inputs)
         chain = None if family is None else family.infer(ys, inputs=us)
         return joint, None if chain is None else chain.laws
 
@@ -211,7 +224,7 @@ def _trace(run: Run) -> None:
 
 def _named(
     path: Path, spec: models.ModelSpec, model: Model | None, obs_dim: int
-) -> tuple[models.ModelSpec, rd.StateSpaceModel | None]:
+) -> tuple[models.ModelSpec, AnyModel | None]:
     """Return the specification, and a model with the functions that a file does not store.
 
     The model is `None` for ready models and for objects that were not passed again. Only a
@@ -282,7 +295,7 @@ class Entry(NamedTuple):
     learned: bool
 
 
-def parameter_entries(model: rd.StateSpaceModel, columns: Sequence[str]) -> dict[str, Entry]:
+def parameter_entries(model: AnyModel, columns: Sequence[str]) -> dict[str, Entry]:
     """Return the entries of all parameters by name, learned parameters first.
 
     Args:
@@ -300,9 +313,7 @@ def parameter_entries(model: rd.StateSpaceModel, columns: Sequence[str]) -> dict
     }
 
 
-def with_structure_of(
-    before: rd.StateSpaceModel, learned: rd.StateSpaceModel
-) -> rd.StateSpaceModel:
+def with_structure_of(before: AnyModel, learned: AnyModel) -> AnyModel:
     """Return the learned model with the structure of the original model.
 
     Scales that were plain arrays are wrapped while they are learned, to stay positive. A checkpoint

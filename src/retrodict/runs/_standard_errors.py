@@ -11,7 +11,7 @@ import retrodict as rd
 from retrodict import data, models
 from retrodict._workspace import Folder
 from retrodict.runs._apply import for_each_series
-from retrodict.runs._run import AnyTable, parameter_entries
+from retrodict.runs._run import AnyModel, AnyTable, parameter_entries
 
 LEVEL = 0.9
 """The probability of the intervals of parameters."""
@@ -21,6 +21,7 @@ METHODS = {
     " log-evidence at its maximum.",
     "grid": "Standard errors are from the observed information, the curvature of the log-evidence"
     " on a grid of states, which is exact up to the grid.",
+    "gpb2": "Standard errors are from the curvature of the evidence of GPB2, which is approximate.",
     "louis": "Standard errors are from the observed information by Louis' identity, over paths of a"
     " particle smoother.",
 }
@@ -44,12 +45,12 @@ PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
 
 
 def parameter_table(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: AnyTable
+    folder: Folder, key: Any, model: AnyModel, table: AnyTable
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entries of all parameters with standard errors, and how these were computed."""
     learned = models.named_parameters(model)
 
-    def read(model: rd.StateSpaceModel) -> dict[str, Any]:
+    def read(model: AnyModel) -> dict[str, Any]:
         values = models.named_parameters(model, fixed=True)
         return {name: values[name] for name in learned}
 
@@ -70,9 +71,11 @@ def parameter_table(
     return lines, {"uncertainty": words, "status": status, "distance": distance}
 
 
-def _compute(key: Any, model: rd.StateSpaceModel, table: AnyTable, read: Any) -> dict[str, Any]:
+def _compute(key: Any, model: AnyModel, table: AnyTable, read: Any) -> dict[str, Any]:
     """Return standard errors as arrays, or the reason why there are none as `"refused"`."""
     sizes: dict[str, Any] = {}
+    if isinstance(model, rd.switching.SwitchingModel):
+        return _errors_of_regimes(model, table, read)
     if not model.is_linear_gaussian:
         is_shared = isinstance(table, data.SharedTable)  # processes would not share the computation
         on_grid = None if is_shared else _errors_on_grid(key, model, table, read)
@@ -89,6 +92,18 @@ def _compute(key: Any, model: rd.StateSpaceModel, table: AnyTable, read: Any) ->
     except (ValueError, FloatingPointError) as error:
         return {"refused": np.array(str(error))}
     return _as_arrays(errors)
+
+
+def _errors_of_regimes(
+    model: rd.switching.SwitchingModel, table: AnyTable, read: Any
+) -> dict[str, Any]:
+    """Return standard errors of a model with regimes, or the reason why there are none."""
+    try:
+        errors = rd.switching.parameter_errors(model, read=read, level=LEVEL, **table.batch())
+    except (ValueError, FloatingPointError) as error:
+        return {"refused": np.array(str(error))}
+    method = "exact" if model.is_finite else "gpb2"
+    return _as_arrays(errors) | {"method": np.array(method)}
 
 
 def _as_arrays(errors: rd.ParameterErrors) -> dict[str, Any]:

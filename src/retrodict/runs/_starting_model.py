@@ -6,12 +6,14 @@ import os
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import retrodict as rd
 from retrodict import models
 from retrodict._interface import ModelArgument
 from retrodict.runs._record import RunError
-from retrodict.runs._run import AnyTable
+from retrodict.runs._run import AnyModel, AnyTable
+from retrodict.runs._switching import by_regressions, refuse_series
 
 PERIODS = {
     "1h": (24, "hours of a day"),
@@ -54,7 +56,7 @@ def with_period(spec: models.ModelSpec, table: AnyTable) -> tuple[models.ModelSp
     return dataclasses.replace(spec, options={**spec.options, "period": period}), words
 
 
-def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) -> rd.StateSpaceModel:
+def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) -> AnyModel:
     """Return the model that a fit starts from, with starting values from the data.
 
     Args:
@@ -106,7 +108,30 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
             f" {{columns}}",
             columns=...,
         )
+    if isinstance(model, rd.switching.SwitchingModel):
+        _refuse_regimes(model, spec, table)
     return model
+
+
+def _refuse_regimes(
+    model: rd.switching.SwitchingModel, spec: models.ModelSpec, table: AnyTable
+) -> None:
+    """Refuse more regimes than rows, and series that the lags of the model do not fit."""
+    rows = table.summary.num_rows_observed
+    if model.num_regimes > rows:
+        raise RunError(
+            f"{table.source} has {rows} observed rows, fewer than the {model.num_regimes} regimes;"
+            " set a smaller number of {regimes}.",
+            regimes=ModelArgument("regimes", 2, model="markov_switching"),
+        )
+    refuse_series(model, table.leading_series())
+    if by_regressions(model):
+        mask = table.leading_series().mask
+        if np.any(mask.any(axis=2) != mask.all(axis=2)):
+            raise RunError(
+                f"{table.source}: {spec.reference} is learned from rows that are complete or"
+                " missing altogether; fill in the rows that miss some columns."
+            )
 
 
 def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
@@ -122,7 +147,8 @@ def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
     except models.ModelError:
         return  # the number of columns is fixed
     num_states = one.state_dim + (len(table.names) - 1) * (two.state_dim - one.state_dim)
-    rows = table.summary.longest if one.is_linear_gaussian else 0
+    is_dense = getattr(one, "is_linear_gaussian", False)
+    rows = table.summary.longest if is_dense else 0
     needed = 8 * num_states**2 * (rows + NUM_MATRICES)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
@@ -135,8 +161,14 @@ def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
         )
 
 
-def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
+def _num_observed(model: AnyModel, num_inputs: int) -> int:
     """Return the number of columns of an observation, from its shape."""
+    if isinstance(model, rd.switching.SwitchingModel):
+        us = jnp.zeros((1, num_inputs)) if model.takes_input else None
+        path = eqx.filter_eval_shape(
+            lambda key: model.simulate(key, 1, inputs=us), jax.random.key(0)
+        )
+        return path[2].shape[1]
     emission = rd.unwrap(model).emission
     draw = eqx.filter_eval_shape(
         lambda key, x, u: emission.sample(key, x, u),

@@ -116,6 +116,12 @@ def stream(
             not store the rows that it was fitted to.
     """
     notify = notify or (lambda _: None)
+    if run.has_regimes:
+        raise RunError(
+            f"{run.path} is a run of {run.spec.reference}, a model with regimes, which a stream"
+            " does not support. Append the rows to the table and smooth it: retrodict smooth"
+            f" {run.path} DATA."
+        )
     rows_before, fingerprint_before, words = _start(run, after)
     state_path = default_state_path(run, lag, learning) if state is None else state
     smoother = (

@@ -1,7 +1,10 @@
 """The stages of a fit that optimise: the parameters of the model, then a family."""
 
+import re
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,8 +13,12 @@ import numpy as np
 import optax
 
 import retrodict as rd
+from retrodict import data, models
 from retrodict._workspace import Folder
-from retrodict.runs._run import AnyTable, with_structure_of
+from retrodict.runs._check_regimes import summarise_regimes
+from retrodict.runs._record import RunError
+from retrodict.runs._run import AnyModel, AnyTable, with_structure_of
+from retrodict.runs._switching import by_regressions, posterior_of
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -34,12 +41,174 @@ MAX_EVIDENCE_STEPS = 300
 """Steps of L-BFGS on an exact evidence, which usually converges long before."""
 
 
-def fit_by_evidence(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: AnyTable
-) -> tuple[rd.StateSpaceModel, np.ndarray, float, str]:
-    """Return the model of maximal evidence, the history, the log-evidence and a status."""
+NUM_STARTS = 10
+"""Starts of a search for the parameters of a model with regimes, whose evidence has many maxima."""
+
+MAX_SWITCHING_STEPS = 200
+"""Steps from each of these starts."""
+
+NUM_EM_STARTS, MAX_EM_STEPS = 3, 100
+"""Starts and steps of EM, for models with a free kernel per regime."""
+
+SAME = 0.01
+"""Starts whose log-evidence differs by less, in nats, have reached the same maximum."""
+
+
+class Learned(NamedTuple):
+    """What a fit has learned.
+
+    Attributes:
+        model: the fitted model.
+        history: the objective by step of the parameters, in nats per row.
+        total: the objective of all rows, in nats.
+        method: how rows are smoothed: `"exact"`, `"gpb2"` or `"amortised"`.
+        objective: the objective, such as `"log-evidence"`.
+        search: the status of the search; `None` for a fit by the ELBO.
+        family: the trained family; `None` if none is needed.
+        family_history: the objective by step of the family.
+        details: further entries of the record.
+    """
+
+    model: AnyModel
+    history: np.ndarray
+    total: float
+    method: str
+    objective: str
+    search: str | None = None
+    family: rd.AbstractFamily | None = None
+    family_history: np.ndarray = np.zeros(0)
+    details: Mapping[str, Any] = MappingProxyType({})
+
+
+def learn(
+    folder: Folder, keys: Any, model: AnyModel, table: AnyTable, family: str, num_steps: int
+) -> Learned:
+    """Learn a model by the objective that its kind has.
+
+    Args:
+        folder: the folder of the stages.
+        keys: keys for the parameters and for the family.
+        model: the starting model.
+        table: the data.
+        family: the name of the family to train, if the model needs one.
+        num_steps: the number of steps of training by the ELBO.
+    """
+    if isinstance(model, rd.switching.SwitchingModel):
+        return fit_regimes(folder, keys[0], model, table)
+    if model.is_linear_gaussian:
+        return fit_by_evidence(folder, keys[0], model, table)
+    learned = fit_by_elbo(folder, keys[0], model, table, num_steps)
+    trained, history = train_family(folder, keys[1], learned.model, table, family, num_steps)
+    return learned._replace(family=trained, family_history=history)
+
+
+def fit_regimes(
+    folder: Folder, key: Any, model: rd.switching.SwitchingModel, table: AnyTable
+) -> Learned:
+    """Maximise the evidence of a model with regimes from several starts.
+
+    The evidence is exact without a continuous state, and that of GPB2 with one. Regimes are put in
+    canonical order.
+    """
+    if isinstance(table, data.SharedTable):
+        raise RunError("A model with regimes is fitted by one process; run `fit` without the job.")
+
+    def compute() -> dict[str, Any]:
+        result, starts = _search(key, model, table)
+        fitted = with_structure_of(model, result.model)
+        order = models.canonical_order(fitted)
+        if order is not None:
+            fitted = models.with_regimes(fitted, order)
+        return {
+            **_leaves(fitted),
+            "history": np.asarray(result.history),
+            "issues": np.array(_issues(result, order)),
+            "status": np.array(result.status),
+            "starts": np.asarray(starts, float),
+        }
+
+    stage = folder.stage("the parameters, by their evidence", compute)
+    fitted, status = _from_leaves(model, stage), str(stage["status"])
+    if status != "converged":
+        folder.progress.say(f"The search for the parameters {status} before it converged.")
+    starts = np.asarray(stage["starts"], float)
+    finite = starts[np.isfinite(starts)]
+    ys = np.where(table.mask, table.ys, 0.0)
+    posterior = posterior_of(rd.unwrap(fitted), ys, table.mask, table.inputs, table.length)
+    details = {
+        "starts": len(starts),
+        "issues": [text for text in str(stage["issues"]).splitlines() if text],
+        "regimes": summarise_regimes(fitted, table, 0),
+        "starts_at_best": int(np.sum(finite >= finite.max() - SAME)) if finite.size else 0,
+    }
+    return Learned(
+        fitted,
+        np.asarray(stage["history"]),
+        float(np.sum(posterior.log_evidence)),
+        "exact" if model.is_finite else "gpb2",
+        "exact evidence" if model.is_finite else "approximate evidence",
+        search=status,
+        details=details,
+    )
+
+
+def _issues(result: Any, order: np.ndarray | None) -> str:
+    """Return what is wrong with the regimes of a fit, one line each, in their present order."""
+    if isinstance(result, rd.switching.SwitchingEMResult):
+        return "\n".join(
+            f"regime {j + 1} has fewer rows than regressors: use fewer regimes"
+            for j in result.unsupported
+        )
+    place = {} if order is None else {int(old): new for new, old in enumerate(order)}
+    return re.sub(
+        r"(?<=regime )\d+|(?<=regimes )\d+|(?<= and )\d+",
+        lambda found: str(place.get(int(found[0]), int(found[0])) + 1),
+        "\n".join(result.issues),
+    )
+
+
+def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> tuple[Any, Any]:
+    """Return the best fit of several starts, and the log-evidence that each start reached.
+
+    A model that is learned by regressions takes its starting values from local ones.
+    """
+    if not by_regressions(model):
+        result = rd.switching.fit_evidence(
+            key,
+            model,
+            **table.batch(),
+            num_starts=NUM_STARTS,
+            num_steps=MAX_SWITCHING_STEPS,
+            progress=False,
+        )
+        return result, result.start_values
+    start_key, em_key = jax.random.split(key)
+    batch = table.batch()
+    start = rd.switching.initialise(start_key, model, **batch)
+    result = rd.switching.em(
+        em_key, start, **batch, num_starts=NUM_EM_STARTS, num_iterations=MAX_EM_STEPS
+    )
+    return result, result.start_evidences * table.summary.num_rows
+
+
+def _leaves(model: AnyModel) -> dict[str, Any]:
+    """Return the arrays of a model by name, for a stage."""
+    leaves = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    return {f"leaf {i}": leaf for i, leaf in enumerate(leaves)}
+
+
+def _from_leaves(model: AnyModel, stage: Mapping[str, Any]) -> Any:
+    """Return the model with the arrays of a stage."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(arrays)
+    values = [jnp.asarray(stage[f"leaf {i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
+    return eqx.combine(jax.tree.unflatten(structure, values), static)
+
+
+def fit_by_evidence(
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: AnyTable
+) -> Learned:
+    """Learn the model of maximal evidence."""
 
     def compute() -> dict[str, Any]:
         result = rd.fit_evidence(
@@ -50,21 +219,20 @@ def fit_by_evidence(
             num_steps=MAX_EVIDENCE_STEPS,
             progress=False,
         )
-        fitted = eqx.filter(with_structure_of(model, result.model), eqx.is_inexact_array)
         return {
-            **{f"leaf {i}": leaf for i, leaf in enumerate(jax.tree.leaves(fitted))},
+            **_leaves(with_structure_of(model, result.model)),
             "history": result.history,
             "log_evidence": result.log_evidence,
             "status": np.array(result.status),
         }
 
     stage = folder.stage("the parameters, by their evidence", compute)
-    values = [jnp.asarray(stage[f"leaf {i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
-    fitted = eqx.combine(jax.tree.unflatten(structure, values), static)
     status = str(stage["status"]) if "status" in stage else "finished"
     if status != "converged":
         folder.progress.say(f"The search for the parameters {status} before it converged.")
-    return fitted, stage["history"], float(stage["log_evidence"]), status
+    total = float(stage["log_evidence"])
+    fitted = _from_leaves(model, stage)
+    return Learned(fitted, stage["history"], total, "exact", "log-evidence", search=status)
 
 
 def fit_by_elbo(
@@ -73,8 +241,8 @@ def fit_by_elbo(
     model: rd.StateSpaceModel,
     table: AnyTable,
     num_steps: int,
-) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
-    """Return the model of maximal ELBO, the history, and the ELBO.
+) -> Learned:
+    """Learn the model of maximal ELBO.
 
     The model is learned with a recurrent family, whose ELBO is in closed form or by quadrature, so
     that parameters converge. That family was trained on these series only, and is discarded.
@@ -100,7 +268,7 @@ def fit_by_elbo(
     )
     elbo = float(result.held_out[result.held_out_steps == result.kept_step][-1])
     fitted = with_structure_of(model, result.model)
-    return fitted, result.history, elbo * table.summary.num_rows
+    return Learned(fitted, result.history, elbo * table.summary.num_rows, "amortised", "ELBO")
 
 
 def _optimiser(num_steps: int) -> optax.GradientTransformation:

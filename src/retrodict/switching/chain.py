@@ -25,8 +25,15 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
 from retrodict._model import LOG_2PI
-from retrodict._numerics import gram, inverse_cholesky, linalg, nonsingular_law
-from retrodict.particles import descend
+from retrodict._numerics import (
+    GaussianLaw,
+    gram,
+    inverse_cholesky,
+    linalg,
+    nonsingular_law,
+    prefix_scan,
+)
+from retrodict.particles import descend, uniforms
 from retrodict.switching.model import prepare_regimes, prepare_states
 
 T = TypeVar("T")
@@ -108,12 +115,16 @@ class Moves(eqx.Module):
         weights: F, of shape `(time-1, source, regime, state, state)`.
         biases: b, of shape `(time-1, source, regime, state)`.
         scale_trils: lower factors of Q, of shape `(time-1, source, regime, state, state)`.
+        origins: the law of the state of a component that moves to each regime, with axes
+            `(time-1, component, regime)`; `None` if it is the law of the component, as where the
+            regimes do not depend on the state.
     """
 
     log_probabilities: Float[Array, "*time component regime"]
     weights: Float[Array, "*time source regime state state"]
     biases: Float[Array, "*time source regime state"]
     scale_trils: Float[Array, "*time source regime state state"]
+    origins: GaussianLaw | None = None
 
 
 class Reversed(NamedTuple):
@@ -183,16 +194,30 @@ class Reversed(NamedTuple):
         probabilities = jnp.einsum("cs,cj->sj", weights, members, precision="highest")
         if not xs.shape[1]:
             return probabilities, xs, xs[:, :, None] * xs[:, None]
-        means = _by_regime(lambda *kernel: _affine(*kernel, xs), zs, self.gain, self.offset)
+        means = _by_regime(lambda g, b: _affine(g, b, xs), zs, self.gain, self.offset)
         mean = [jnp.sum(weights * entry, axis=0) for entry in means]
         shifts = [entry - average[None] for entry, average in zip(means, mean, strict=True)]
-        between = [[jnp.sum(weights * a * b, axis=0) for b in shifts] for a in shifts]
 
-        def within(scales: Array) -> Array:
-            covariances = jax.vmap(linalg.outer_gram)(scales)
-            return jnp.einsum("cs,cij->ijs", weights, covariances, precision="highest")
+        def within(scales: Array) -> list[list[Array]]:
+            covariances = jax.vmap(linalg.outer_gram)(scales)[..., None]
+            like = (weights.shape[0], zs.shape[0])
+            return [
+                [jnp.broadcast_to(covariances[:, i, j], like) for j in range(i + 1)]
+                for i in range(len(means))
+            ]
 
-        covariance = _by_regime(within, zs, self.scale_tril) + jnp.array(between)
+        lower = [
+            [
+                jnp.sum(weights * (entry + a * b), axis=0)
+                for entry, b in zip(row, shifts[: i + 1], strict=True)
+            ]
+            for i, (row, a) in enumerate(
+                zip(_by_regime(within, zs, self.scale_tril), shifts, strict=True)
+            )
+        ]
+        covariance = jnp.array(
+            [[lower[max(i, j)][min(i, j)] for j in range(len(mean))] for i in range(len(mean))]
+        )
         return probabilities, jnp.stack(mean, axis=-1), jnp.moveaxis(covariance, -1, 0)
 
     def into(self, z: Int[Array, ""]) -> "Reversed":
@@ -276,13 +301,16 @@ def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
         back = nonsingular_law.reverse(mean, scale, weight, bias, noise)
         return predicted, inverse_cholesky(spread), *back
 
-    over_targets = jax.vmap(reverse, in_axes=(None, None, 0, 0, 0))
+    origins, axis = moves.origins, 0
+    if origins is None:
+        origins, axis = GaussianLaw(laws.means, laws.scale_trils), None
+    over_targets = jax.vmap(reverse, in_axes=(axis, axis, 0, 0, 0))
     shared = moves.weights.shape[0] == 1
     over_sources = jax.vmap(over_targets, in_axes=(0, 0, *([None if shared else 0] * 3)))
     kernels = (moves.weights, moves.biases, moves.scale_trils)
     if shared:
         kernels = tuple(leaf[0] for leaf in kernels)
-    return Reversed(weights, *over_sources(laws.means, laws.scale_trils, *kernels))
+    return Reversed(weights, *over_sources(*origins, *kernels))
 
 
 class SwitchingMarginals(eqx.Module):
@@ -392,6 +420,8 @@ class SwitchingChain(eqx.Module):
     @property
     def filtered(self) -> Float[Array, "*batch time regime"]:
         """The probabilities of the regimes under the filtering laws."""
+        if self.state_dim == 0:
+            return jnp.exp(self.laws.log_weights)
         return self.laws.probabilities(self.num_regimes)
 
     @property
@@ -445,7 +475,7 @@ class SwitchingChain(eqx.Module):
         return _log_prob(self, zs, prepare_states(xs, self.state_dim, zs, self.laws.means.dtype))
 
     def marginals(
-        self, key: PRNGKey | None = None, *, num_samples: int = 200
+        self, key: PRNGKey | None = None, *, num_samples: int = 200, parallel: bool = False
     ) -> SwitchingMarginals:
         """Compute smoothed probabilities of regimes and moments of states.
 
@@ -455,9 +485,10 @@ class SwitchingChain(eqx.Module):
         Args:
             key: a typed key, for chains with a state.
             num_samples: the number of paths.
+            parallel: whether to smooth in O(log n) rounds; without a continuous state only.
         """
         if self.state_dim == 0:
-            return _finite_marginals(self)
+            return _finite_marginals(self, parallel)
         if key is None:
             raise ValueError("The marginals of a chain with a state are sampled: pass `key`.")
         check_key(key, "SwitchingChain.marginals")
@@ -474,7 +505,7 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     exists, count, dtype = _exists(chain), chain.num_regimes, chain.laws.means.dtype
     share_key, noise_key = jax.random.split(key)
     # The draws of all times at once: a scan would spend most of its time on keys.
-    shares = jax.random.uniform(share_key, (chain.num_times, num_samples), dtype)
+    shares = uniforms(share_key, (chain.num_times, num_samples), dtype)
     noise = jax.random.normal(noise_key, (*shares.shape, chain.state_dim), dtype)
     earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
     few = chain.moves.log_probabilities[:1].size <= FEW_PAIRS
@@ -483,11 +514,12 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     def back(later: tuple, at: tuple) -> tuple[tuple, tuple]:
         laws, moves, kernel, shares, noise, real = at
         kernel = reverse_moves(laws, moves) if kernel is None else kernel
-        c = descend(kernel.shares(*later), shares)[0]
-        earlier = laws.regimes[c], kernel.draw(c, *later, noise)
+        z, x = later
+        c = descend(kernel.shares(z, x), shares)[0]
+        earlier = laws.regimes[c], kernel.draw(c, z, x, noise)
         if real is not None:
             earlier = jax.tree.map(lambda new, old: jnp.where(real, new, old), earlier, later)
-        return earlier, (earlier, None if few else kernel.moments(laws.regimes, count, *later))
+        return earlier, (earlier, None if few else kernel.moments(laws.regimes, count, z, x))
 
     law = chain.terminal
     weights = jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples))
@@ -539,24 +571,50 @@ def log_normal(x: Float[Array, "d"], mean: Float[Array, "d"], scale: Float[Array
     return jnp.sum(-0.5 * (white**2 + LOG_2PI) - jnp.log(jnp.diagonal(scale)))
 
 
+def _finite_kernel(
+    log_law: Float[Array, "regime"],
+    log_move: Float[Array, "regime regime"],
+    move: Float[Array, "regime regime"],
+) -> Float[Array, "regime regime"]:
+    """Return P(z_k = i | z_{k+1} = j), with one column per later regime.
+
+    Where all probabilities of a column underflow, the largest of them take all of the mass.
+    """
+    joint = jnp.exp(log_law)[:, None] * move
+    info = jnp.finfo(joint.dtype)
+    log_joint = log_law[:, None] + log_move
+    largest = log_joint == jnp.max(log_joint, axis=0)[None]
+    precise = jnp.sum(joint, axis=0) > info.tiny / info.eps
+    masses = jnp.where(precise[None], joint, largest.astype(joint.dtype))
+    return masses / jnp.sum(masses, axis=0)[None]
+
+
 @eqx.filter_jit
-def _finite_marginals(chain: SwitchingChain) -> SwitchingMarginals:
+def _finite_marginals(chain: SwitchingChain, parallel: bool) -> SwitchingMarginals:
     """Return the exact marginals of a chain without a continuous state."""
     exists, terminal = _exists(chain), jnp.exp(chain.terminal.log_weights)
-    joint = chain.laws.log_weights[:-1, :, None] + chain.moves.log_probabilities
-    kernels = jax.nn.softmax(joint, axis=1)
+    same = jnp.eye(chain.num_regimes, dtype=terminal.dtype)
 
-    def back(later: Array, at: tuple) -> tuple[Array, tuple]:
-        kernel, real = at
-        pair = kernel * later[None, :]
-        earlier = jnp.sum(pair, axis=1)
-        if real is not None:
-            earlier = jnp.where(real, earlier, later)
-            pair = jnp.where(real, pair, jnp.diag(later))
-        return earlier, (earlier, pair)
+    def kernel(log_law: Array, log_move: Array, move: Array, real: Any) -> Array:
+        reversal = _finite_kernel(log_law, log_move, move)
+        return reversal if real is None else jnp.where(real, reversal, same)
 
-    _, (earlier, pairs) = lax.scan(back, terminal, (kernels, exists), reverse=True)
+    log_moves = chain.moves.log_probabilities
+    steps = (chain.laws.log_weights[:-1], log_moves, jnp.exp(log_moves), exists)
+    kernels = jax.vmap(kernel)(*steps)
+    if parallel and chain.num_times > 1:
+        products = prefix_scan(lambda a, b: linalg.matmul(b, a), kernels, same, reverse=True)
+        earlier = jax.vmap(linalg.matvec, in_axes=(0, None))(products, terminal)
+    else:
+
+        def back(later: Array, step: tuple) -> tuple[Array, Array]:
+            # Recomputed at each step, since kernels of all times need more memory than time.
+            earlier = jnp.sum(kernel(*step) * later[None, :], axis=1)
+            return earlier, earlier
+
+        _, earlier = lax.scan(back, terminal, steps, reverse=True)
     probabilities = jnp.concatenate([earlier, terminal[None]])
+    pairs = kernels * probabilities[1:, None, :]
     n = chain.num_times
     empty = jnp.zeros((n, 0), probabilities.dtype)
     return SwitchingMarginals(

@@ -6,6 +6,7 @@ merge before the update, which needs K updates. Both are exact but for the merge
 they return reverses the moves from the filtering laws in closed form, and merges nothing further.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,13 +19,16 @@ from jaxtyping import Array, Float
 from retrodict._arrays import Scalar
 from retrodict._linearised import (
     AbstractRule,
+    AbstractSigmaPoints,
+    Cubature,
+    GaussHermite,
     Taylor,
     law_moments,
     linearise,
     whiten_emission,
 )
 from retrodict._model import AbstractLinearGaussianKernel, Series, unwrap
-from retrodict._numerics import GaussianLaw, condition, law_of, predict
+from retrodict._numerics import GaussianLaw, condition, law_of, linalg, predict
 from retrodict.switching.chain import Mixture, Moves, SwitchingChain
 from retrodict.switching.model import (
     SwitchingModel,
@@ -36,6 +40,9 @@ from retrodict.switching.model import (
 
 Merge = Literal["after", "before"]
 """Whether regimes are merged after the update (GPB2) or before the prediction (IMM)."""
+
+WIDENING = 0.05
+"""The part of its former covariance that a state keeps when the next regime informs it."""
 
 Update = Callable[[GaussianLaw], tuple[GaussianLaw, Array]]
 """A map from predicted laws, with axes (source, regime), to updated laws and log likelihoods."""
@@ -78,7 +85,9 @@ def gpb2_smoother(
 
     For models that are linear and Gaussian given the regimes, the only approximation is the merge
     of K² Gaussians into K at every step. Other kernels are linearised at the laws of each regime,
-    and regimes that depend on the state are evaluated at their means.
+    and the probabilities of regimes that depend on the state are averaged over the points of the
+    rule, with the moments of the state given the next regime. Under `Taylor()` they are those at
+    the mean, and the regime does not inform the state before it.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -97,7 +106,9 @@ def gpb2_smoother(
     Args:
         model: the model, with a continuous state.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        rule: how nonlinear kernels are linearised; by default `Taylor()`.
+        rule: how nonlinear kernels are linearised, and the points for recurrent regimes. By default
+            `Taylor()`; for recurrent regimes `GaussHermite(5)` up to two states, and `Cubature()`
+            for more.
         mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if the model takes them.
         length: the number of rows that exist; the rest is padding.
@@ -146,7 +157,14 @@ def _smoother(
     require_state(model, owner)
     model = unwrap(model)
     series = prepare_switching(model, ys, mask=mask, inputs=inputs, length=length)
-    return smooth_by_merging(model, series, merge, Taylor() if rule is None else rule)
+    return smooth_by_merging(model, series, merge, default_rule(model) if rule is None else rule)
+
+
+def default_rule(model: SwitchingModel) -> AbstractRule:
+    """Return Taylor's rule; for regimes that depend on the state, a rule with points."""
+    if not model.regimes.takes_state:
+        return Taylor()
+    return GaussHermite(5) if model.state_dim <= 2 else Cubature()
 
 
 @eqx.filter_jit
@@ -237,18 +255,47 @@ def moves_of(
     if all(isinstance(kernel, AbstractLinearGaussianKernel) for kernel in each(model.transition)):
         sources = jax.tree.map(lambda leaf: leaf[:1], sources)
     affine = jax.vmap(of_component)(*sources)
-    return Moves(log_moves(model, laws, u), *affine)
+    log_probabilities, origins = regime_moves(model, rule, laws, u)
+    return Moves(log_probabilities, *affine, origins)
 
 
-def log_moves(
-    model: Any, laws: Mixture, u: Float[Array, "input"] | None
-) -> Float[Array, "component regime"]:
-    """Return the log probabilities of the next regime for each component, at its mean."""
+def regime_moves(
+    model: Any, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
+) -> tuple[Float[Array, "component regime"], GaussianLaw | None]:
+    """Return the log probabilities of the next regime, and the law of the state given it.
 
-    def row(mean: Array, regime: Array) -> Array:
-        return model.regimes.log_transition(mean, u)[regime]
+    The joint law of a component's state x and of the next regime j is N(x; m, P) p(j | x). Under a
+    rule with points x_n of weights w_n, with v_nj = w_n p(j | x_n),
 
-    return jax.vmap(row)(laws.means, laws.regimes)
+        p(j) = Σ_n v_nj,    E[x | j] = Σ_n v_nj x_n / p(j),    Cov[x | j] likewise.
+
+    A few points may leave all weight to one of them, so that a part `WIDENING` of P is mixed into
+    the covariance; it changes nothing if the regime does not depend on x. Without points the
+    probabilities are those at m, and the law of x is unchanged.
+    """
+    if not (model.regimes.takes_state and isinstance(rule, AbstractSigmaPoints)):
+        at_mean = jax.vmap(lambda mean, z: model.regimes.log_transition(mean, u)[z])
+        return at_mean(laws.means, laws.regimes), None
+    points = rule.points(laws.means.shape[1])
+    # Points of negative weight are left out, so that the result is a distribution.
+    nodes = jnp.asarray(points.nodes, laws.means.dtype)
+    weights = jnp.maximum(jnp.asarray(points.weights, nodes.dtype), 0.0)[:, None]
+
+    def of_component(mean: Array, scale: Array, z: Array) -> tuple[Array, GaussianLaw]:
+        xs = mean[None] + linalg.matmul(nodes, scale.T)
+        log_rows = jax.vmap(lambda x: model.regimes.log_transition(x, u)[z])(xs)
+        total = jax.nn.logsumexp(log_rows, axis=0, b=weights)
+        shares = weights * jnp.exp(log_rows - total[None])
+
+        def given(share: Array) -> GaussianLaw:
+            centre = jnp.sum(share[:, None] * xs, axis=0)
+            spread = jnp.sqrt((1.0 - WIDENING) * share)[:, None] * (xs - centre[None])
+            columns = jnp.concatenate([spread.T, math.sqrt(WIDENING) * scale], axis=1)
+            return law_of(centre, columns)
+
+        return jax.nn.log_softmax(total), jax.vmap(given, in_axes=1)(shares)
+
+    return jax.vmap(of_component)(laws.means, laws.scale_trils, laws.regimes)
 
 
 def filter_step(
@@ -261,10 +308,11 @@ def filter_step(
     """
     if merge == "before":
         weights = laws.log_weights[:, None] + moves.log_probabilities
-        sources = GaussianLaw(laws.means, laws.scale_trils)
+        sources, axis = _sources(laws, moves)
         kernels = (moves.weights, moves.biases, moves.scale_trils)
         # The law of the earlier state given that the later regime is j, merged over components.
-        mixed = jax.vmap(lambda w: merge_laws(w, sources), in_axes=1)(weights)
+        by_regime = None if axis is None else 1
+        mixed = jax.vmap(merge_laws, in_axes=(1, by_regime))(weights, sources)
         at_mean = tuple(jnp.mean(leaf, axis=0) for leaf in kernels)
         predicted = jax.vmap(predict)(mixed, *at_mean)
         predicted = jax.tree.map(lambda leaf: leaf[None], predicted)
@@ -274,14 +322,22 @@ def filter_step(
     return updated(weights, predicted, update)
 
 
+def _sources(laws: Mixture, moves: Moves) -> tuple[GaussianLaw, int | None]:
+    """Return the laws that move, and their axis `regime` if they depend on the next regime."""
+    if moves.origins is None:
+        return GaussianLaw(laws.means, laws.scale_trils), None
+    return moves.origins, 0
+
+
 def predict_pairs(laws: Mixture, moves: Moves) -> tuple[Float[Array, "source regime"], GaussianLaw]:
     """Return the log weights and the predicted laws of all pairs of a component and a regime."""
     kernels = tuple(
         jnp.broadcast_to(leaf, (laws.means.shape[0], *leaf.shape[1:]))
         for leaf in (moves.weights, moves.biases, moves.scale_trils)
     )
-    to_regimes = jax.vmap(predict, in_axes=(None, 0, 0, 0))
-    predicted = jax.vmap(to_regimes)(GaussianLaw(laws.means, laws.scale_trils), *kernels)
+    sources, axis = _sources(laws, moves)
+    to_regimes = jax.vmap(predict, in_axes=(axis, 0, 0, 0))
+    predicted = jax.vmap(to_regimes)(sources, *kernels)
     return laws.log_weights[:, None] + moves.log_probabilities, predicted
 
 

@@ -13,7 +13,7 @@ as long as there are at most N, and never keeps two copies of one path.
 """
 
 import math
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,15 +25,7 @@ from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._linearised import Taylor, law_moments, linearise, whiten_emission
 from retrodict._model import Series, unwrap
 from retrodict._numerics import GaussianLaw, condition, law_of, predict
-from retrodict.particles import (
-    Scheme,
-    check_scheme,
-    check_threshold,
-    cumulative,
-    refuse_failure,
-    resample,
-    status_of,
-)
+from retrodict.particles import check_threshold, refuse_failure, status_of
 from retrodict.switching.chain import (
     Mixture,
     Moves,
@@ -48,12 +40,13 @@ from retrodict.switching.model import (
     prepare_switching,
     require_state,
 )
-
-Reduction: TypeAlias = Literal["optimal"] | Scheme
-"""How N of the N K successors are kept."""
-
-Successors: TypeAlias = Float[Array, "particle regime"]
-"""Log weights of the successors of all particles."""
+from retrodict.switching.reduction import (
+    Reduction,
+    Successors,
+    check_reduction,
+    effective_size,
+    reduce_successors,
+)
 
 
 class RaoBlackwellisedPosterior(eqx.Module):
@@ -100,7 +93,8 @@ def rao_blackwellised_smoother(
     """Smooth by a particle filter over regimes with a Kalman filter per particle.
 
     It converges to the exact posterior as the number of particles grows. With at least K^n
-    particles and the optimal reduction, filtering laws and the evidence are exact.
+    particles and the optimal reduction, filtering laws and the evidence are exact. The spread of
+    `log_evidence` over several keys is its standard error.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -151,22 +145,12 @@ def rao_blackwellised_smoother(
             " grid_smoother for one or two states."
         )
     counts = check_count(num_particles, "num_particles"), check_count(num_samples, "num_samples")
-    _check_reduction(resampling)
+    check_reduction(resampling)
     check_threshold(threshold)
     series = prepare_switching(model, ys, mask=mask, inputs=inputs, length=length)
     posterior = _smooth(model, series, key, *counts, resampling, threshold)
     refuse_failure(owner, posterior.status, posterior.status_time, strict)
     return posterior
-
-
-def _check_reduction(resampling: str) -> None:
-    if resampling == "optimal":
-        return
-    try:
-        check_scheme(resampling)
-    except ValueError as error:
-        names = ", ".join(repr(name) for name in ("optimal", *get_args(Scheme)))
-        raise ValueError(f"resampling must be one of {names}, got {resampling!r}.") from error
 
 
 class _Rows(NamedTuple):
@@ -258,8 +242,9 @@ def _rows_of(model: SwitchingModel, series: Series) -> _Rows:
             return linearise(kernel, Taylor(), law, u)
 
         matrix = model.regimes.log_transition(u=u if model.regimes.takes_input else None)
-        emitted = over_regimes(model.emission, count, emission)
-        return _Rows(*emitted, matrix, *over_regimes(model.transition, count, transition))
+        design, value, constant = over_regimes(model.emission, count, emission)
+        weight, bias, scale = over_regimes(model.transition, count, transition)
+        return _Rows(design, value, constant, matrix, weight, bias, scale)
 
     outgoing = None if inputs is None else jnp.concatenate([inputs[1:], inputs[-1:]])
     return jax.vmap(of_row)(series.rows, outgoing)
@@ -293,7 +278,7 @@ def _filter(
         if real is None:
             return (new, None), step
         idle = _Step(last, *(jnp.zeros_like(leaf) for leaf in step[1:3]), False, False)  # pyright: ignore
-        idle = idle._replace(ess=_effective(last.log_weights))
+        idle = idle._replace(ess=effective_size(last.log_weights))
         step, new = jax.tree.map(lambda a, b: jnp.where(real, a, b), (step, new), (idle, predicted))
         return (new, step.laws), step
 
@@ -345,10 +330,10 @@ def _update(
     impossible = increment == -jnp.inf
     # After a failure all successors have equal weights; the status reports it.
     log_weights = jnp.where(impossible, -math.log(joint.size), joint - increment)
-    particles, regimes, log_kept = _reduce(key, log_weights, resampling, threshold)
+    particles, regimes, log_kept = reduce_successors(key, log_weights, resampling, threshold)
     means, scales = (leaf[particles, regimes] for leaf in laws)
     mixture = Mixture(log_kept, means, scales, regimes)
-    return _Step(mixture, increment, _effective(log_weights), impossible, jnp.any(undefined))
+    return _Step(mixture, increment, effective_size(log_weights), impossible, jnp.any(undefined))
 
 
 def _predict(laws: Mixture, row: _Rows) -> _Predicted:
@@ -357,99 +342,3 @@ def _predict(laws: Mixture, row: _Rows) -> _Predicted:
     sources = GaussianLaw(laws.means, laws.scale_trils)
     log_weights = laws.log_weights[:, None] + row.log_transition[laws.regimes]
     return _Predicted(log_weights, over_particles(sources, row.weight, row.bias, row.scale))
-
-
-def _effective(log_weights: Float[Array, "..."]) -> Scalar:
-    """Return the effective sample size 1/Σ W²."""
-    return 1.0 / jnp.sum(jnp.exp(2.0 * log_weights))
-
-
-def _reduce(
-    key: PRNGKey, log_weights: Successors, resampling: Reduction, threshold: float
-) -> tuple[Int[Array, "particle"], Int[Array, "particle"], Float[Array, "particle"]]:
-    """Return the particle and the regime of N of the N K successors, and their log weights.
-
-    Successors are ordered by their regime first, and hence by the latest regimes of their path.
-    Neighbours then have similar laws of x_k, and systematic positions are spread over all laws.
-    Ordered by particle first, the weights have the period K: if those of the successors of one
-    particle sum to about 1/N, the same regime is drawn for all particles.
-    """
-    count = log_weights.shape[0]
-    flat = log_weights.T.reshape(-1)
-
-    def split(places: Array, log_kept: Array) -> tuple[Array, Array, Array]:
-        places = places.astype(jnp.int32)
-        return places % count, places // count, log_kept
-
-    if resampling == "optimal":
-        return split(*keep_optimally(key, flat, count))
-    scheme: Scheme = resampling
-
-    def renewed() -> tuple[Array, Array, Array]:
-        equal = jnp.full(count, -math.log(count), flat.dtype)
-        return split(resample(scheme, key, jnp.exp(flat), count), equal)
-
-    def continued() -> tuple[Array, Array, Array]:
-        regimes = jax.random.categorical(key, log_weights, axis=1).astype(jnp.int32)
-        return jnp.arange(count, dtype=jnp.int32), regimes, jax.nn.logsumexp(log_weights, axis=1)
-
-    return lax.cond(_effective(log_weights) < threshold * count, renewed, continued)
-
-
-def keep_optimally(
-    key: PRNGKey, log_weights: Float[Array, "entry"], num_kept: int
-) -> tuple[Int[Array, "kept"], Float[Array, "kept"]]:
-    """Keep distinct entries without bias: each weight keeps its expectation (Fearnhead, Clifford).
-
-    Entries of weight w ≥ c are kept as they are, and others with probability w/c and the weight c,
-    by systematic sampling, where c solves Σ min(1, w/c) = N. If no more than N weights are
-    positive, all of them are kept.
-
-    Args:
-        key: a typed key.
-        log_weights: normalised log weights.
-        num_kept: the number N of entries to keep.
-
-    Returns:
-        The indices, in increasing order, and their log weights. Unused places at the end have no
-        weight.
-    """
-    weights = jnp.exp(log_weights)
-    level = _level(weights, num_kept)
-    heavy = (weights >= level) & (weights > 0)
-    rest = jnp.where(heavy, 0.0, weights)
-    num_rest = num_kept - jnp.sum(heavy)
-    sums = cumulative(rest)
-    total = jnp.where(sums[-1] > 0, sums[-1], 1.0)
-    u = jax.random.uniform(key, (), weights.dtype)
-    # The number of the positions i + u below the end of each entry.
-    below = jnp.clip(jnp.ceil(num_rest * (sums / total) - u), 0, num_rest)
-    drawn = (jnp.diff(below, prepend=0.0) > 0) & (rest > 0)
-    kept = heavy | drawn
-    (places,) = jnp.nonzero(kept, size=num_kept, fill_value=0)
-    log_kept = jnp.where(heavy, log_weights, jnp.log(level))[places]
-    used = jnp.arange(num_kept) < jnp.sum(kept)
-    log_kept = jnp.where(used, log_kept, -jnp.inf)
-    return places, log_kept - jax.nn.logsumexp(log_kept)
-
-
-def _level(weights: Float[Array, "entry"], num_kept: int) -> Scalar:
-    """Return the c with Σ min(1, w/c) = N; zero if no more than N weights are positive.
-
-    From above, c ← Σ_{w<c} w / (N − #{w ≥ c}) decreases to the solution. The number of weights at
-    or above c increases, so that it ends.
-    """
-
-    def heavy(level: Scalar) -> Array:
-        return (weights >= level) & (weights > 0)
-
-    def lower(state: tuple) -> tuple:
-        level, _, count = state
-        rest = jnp.sum(jnp.where(heavy(level), 0.0, weights))
-        room = jnp.maximum(num_kept - count, 1).astype(weights.dtype)
-        level = jnp.where(count < num_kept, rest / room, 0.0)
-        return level, count, jnp.sum(heavy(level))
-
-    level = jnp.sum(weights) / num_kept
-    start = (level, jnp.zeros((), int), jnp.sum(heavy(level)))
-    return lax.while_loop(lambda state: state[2] > state[1], lower, start)[0]

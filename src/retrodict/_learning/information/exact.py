@@ -102,6 +102,18 @@ _compiled = eqx.filter_jit(_information)
 _compiled_quickly = eqx.filter_jit(_information, compiler_options=QUICKLY)  # pyright: ignore[reportCallIssue]
 
 
+def evidence_information(
+    coordinates: ModelCoordinates, batch: Series, evidence: Evidence
+) -> Information:
+    """Return the information of any differentiable log-evidence, by differences of gradients."""
+    spread, theta = _spread_of(batch, np.asarray), np.asarray(coordinates.theta(), np.float64)
+    raised = jnp.asarray(_raised(theta, coordinates, spread), coordinates.theta().dtype)
+    sums = _by_differences(coordinates.moved(raised), batch, evidence)
+    score, information = (np.asarray(each, float) for each in sums)
+    edges = _edges_of(coordinates, np.asarray(raised, np.float64), score, information, spread)
+    return Information(score, information, edges=edges)
+
+
 @eqx.filter_jit
 def _by_differences(
     coordinates: ModelCoordinates, batch: Series, evidence: Evidence

@@ -12,7 +12,12 @@ from retrodict._exact import Grid, check_linear_gaussian
 from retrodict._expectations import check_chain
 from retrodict._learning.coordinates import ModelCoordinates, coordinates_of
 from retrodict._learning.dataset import batch_for
-from retrodict._learning.information.exact import exact_information, grid_information
+from retrodict._learning.information.exact import (
+    Evidence,
+    evidence_information,
+    exact_information,
+    grid_information,
+)
 from retrodict._learning.information.louis import louis_information
 from retrodict._learning.information.result import (
     Information,
@@ -23,7 +28,7 @@ from retrodict._learning.information.result import (
     quantities,
 )
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, unwrap
+from retrodict._model import Series, StateSpaceModel, check_densities, is_linear_gaussian, unwrap
 from retrodict.distributed import sum_over_processes
 from retrodict.particles import AbstractBackwardSampler, ExactBackward
 
@@ -166,6 +171,29 @@ def parameter_errors(
     return _result(coordinates, estimate, read, level, method)
 
 
+def errors_of_evidence(
+    model: Any,
+    batch: Series,
+    evidence: Evidence,
+    *,
+    read: Callable[[Any], PyTree] | None = None,
+    level: float = 0.95,
+) -> ParameterErrors:
+    """Compute standard errors from the curvature of any differentiable log-evidence.
+
+    Args:
+        model: the model.
+        batch: the series.
+        evidence: the log-evidence of an unwrapped model and one series.
+        read: the quantities of interest, as in `parameter_errors`.
+        level: the probability of the intervals.
+    """
+    coordinates = _coordinates(model)
+    estimate = evidence_information(coordinates, batch, evidence)
+    _refuse_undefined(estimate.score, estimate.information, coordinates.names)
+    return _result(coordinates, estimate, read, level, "exact")
+
+
 def _result(
     coordinates: ModelCoordinates,
     estimate: Information,
@@ -205,7 +233,7 @@ def _result(
     )
 
 
-def _coordinates(model: StateSpaceModel) -> ModelCoordinates:
+def _coordinates(model: Any) -> ModelCoordinates:
     coordinates = coordinates_of(model)
     count = len(coordinates.names)
     if count == 0:

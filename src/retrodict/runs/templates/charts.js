@@ -28,6 +28,7 @@ const decodeBand = band => {
 const decodePanel = panel => ({
   title: panel.title, smoothed: decodeBand(panel), forecast: decodeBand(panel.forecast),
   observed: numbers(panel.observed), missing: panel.missing.map(i => axes[panel.axis][i]),
+  regimes: panel.regimes && { ...panel.regimes, times: axes[panel.regimes.axis] },
 });
 
 // ---- one series on the page
@@ -205,6 +206,7 @@ const paint = (panel, left, ink, font) => {
     pen.lineJoin = "round";
     trace(pen, bins, X, Y);
   };
+  if (panel.regimes) shadeRegimes(pen, panel.regimes, T, bottom);
   if (visible.observed) dot(pen, visible.observed, X, Y, ink("observed"), width, true);
   shade(visible.smoothed, ink("smoothed"));
   if (visible.forecast) shade(visible.forecast, ink("forecast"));
@@ -232,6 +234,27 @@ const paint = (panel, left, ink, font) => {
   pen.restore();
   pen.strokeStyle = ink("line");
   line(pen, left, bottom + 0.5, right, bottom + 0.5);
+};
+
+// Shade rows by their most probable regime; rows that share a pixel column are drawn once.
+const shadeRegimes = (pen, { times, best, strength }, T, bottom) => {
+  const { colours, opacity } = payload.shades, last = times.length - 1;
+  const edge = i => last < 1 ? T(times[0]) + (i ? 0.5 : -0.5)
+    : i === 0 ? T(1.5 * times[0] - 0.5 * times[1])
+    : i > last ? T(1.5 * times[last] - 0.5 * times[last - 1])
+    : T((times[i - 1] + times[i]) / 2);
+  const begin = Math.max(0, search(times, view.from) - 1);
+  const end = Math.min(times.length, search(times, view.to) + 1);
+  for (let i = begin; i < end;) {
+    const from = edge(i);
+    let j = i + 1, sum = strength[i];
+    while (j < end && best[j] === best[i] && edge(j) - from < 1) sum += strength[j++];
+    pen.fillStyle = colours[best[i] % colours.length];
+    pen.globalAlpha = opacity * (sum / (j - i));
+    pen.fillRect(from, TOP, edge(j) - from, bottom - TOP);
+    i = j;
+  }
+  pen.globalAlpha = 1;
 };
 
 const line = (pen, x0, y0, x1, y1) => {
@@ -324,6 +347,10 @@ const point = (panel, event) => {
   const hollow = band.hollow && band.hollow.map(ends => ends[i]);
   if (hollow && hollow[0] === hollow[0]) {
     rows.push(["hardly any", `${showNumber(hollow[0])} to ${showNumber(hollow[1])}`]);
+  }
+  if (panel.regimes) {
+    const j = nearest(panel.regimes.times, pointer), count = panel.regimes.best[j] + 1;
+    rows.push(["most probable", `regime ${count}`]);
   }
   if (observed && kind === "smoothed") {
     rows.unshift(["observed", observed[i] === observed[i] ? showNumber(observed[i]) : "missing"]);
