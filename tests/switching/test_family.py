@@ -142,7 +142,12 @@ def fit(family: Any, model: Any, ys: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("learn", ["family", "model", "both"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "learn", [pytest.param("family", marks=SLOW), pytest.param("model", marks=SLOW), "both"]
+)
 def test_fit_moves_what_it_learns(learn):
     model = linear_model()
     ys, family = simulate(model, BATCH), network_family(2)
@@ -154,6 +159,7 @@ def test_fit_moves_what_it_learns(learn):
     assert arrays_equal(result.family, prepared) == (learn == "model")
 
 
+@pytest.mark.slow
 def test_fit_takes_masks_lengths_inputs_restarts_and_held_out_series():
     model = linear_model(inputs=True)
     us = np.linspace(-1.0, 1.0, N)[:, None]
@@ -189,6 +195,7 @@ def test_fit_resumes_and_the_family_is_saved(tmp_path: Path):
     assert arrays_equal(rd.load(tmp_path / "result.rd"), result)
 
 
+@pytest.mark.slow
 def test_increments_of_windows_add_up_for_an_exact_family():
     """Regimes that change nothing: filtering laws are exact, and so are increments."""
     kernel = rd.LinearGaussianKernel(0.9 * EYE, ZERO, EYE)
@@ -222,9 +229,7 @@ def test_what_does_not_fit_is_refused():
         fit(SwitchingFamily(jax.random.key(0), 2, 1, 3), model, ys)
     with pytest.raises(TypeError, match="GatedFamily approximates posteriors of a StateSpaceModel"):
         fit(rd.GatedFamily(jax.random.key(0), 2, 1), model, ys)
-    with pytest.raises(
-        TypeError, match="SwitchingFamily approximates posteriors of a SwitchingModel"
-    ):
+    with pytest.raises(TypeError, match="approximates posteriors of a SwitchingModel"):
         fit(network_family(1), rd.models.local_level(), ys)
     with pytest.raises(ValueError, match="`remat` is not available"):
         fit(network_family(2), model, ys, objective=rd.Objective(remat=True))
