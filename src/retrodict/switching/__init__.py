@@ -40,6 +40,7 @@ from retrodict.switching.particle_smoother import (
 from retrodict.switching.particle_smoother import (
     rao_blackwellised_smoother as rao_blackwellised_smoother,
 )
+from retrodict.switching.product import product_model as product_model
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
 from retrodict.switching.viterbi import most_probable_path as most_probable_path
@@ -80,6 +81,7 @@ __all__ = [
     "parameter_errors",
     "permute",
     "predictive",
+    "product_model",
     "rao_blackwellised_smoother",
 ]
 
