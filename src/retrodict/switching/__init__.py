@@ -43,19 +43,20 @@ from retrodict.switching.particle_smoother import (
 from retrodict.switching.particle_smoother import (
     rao_blackwellised_smoother as rao_blackwellised_smoother,
 )
+from retrodict.switching.product import product_model as product_model
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
 from retrodict.switching.viterbi import most_probable_path as most_probable_path
 
 __all__ = [
-    "forward_backward_batch",
-    "RegimeProbabilities",
     "AbstractRegimes",
     "Mixture",
     "Moves",
     "RegimeHistories",
+    "RegimeProbabilities",
     "Regimes",
     "SwitchingChain",
+    "SwitchingEMResult",
     "SwitchingFamily",
     "SwitchingFit",
     "SwitchingForecast",
@@ -71,6 +72,7 @@ __all__ = [
     "fit_evidence",
     "forecast",
     "forward_backward",
+    "forward_backward_batch",
     "gpb2_smoother",
     "grid_smoother",
     "imm_smoother",
@@ -84,6 +86,7 @@ __all__ = [
     "parameter_errors",
     "permute",
     "predictive",
+    "product_model",
     "rao_blackwellised_smoother",
 ]
 
