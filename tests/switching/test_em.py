@@ -125,6 +125,33 @@ def test_shared_parts_stay_shared_and_frozen_parts_stay(simulated):
     assert not eqx.tree_equal(result.model.emission[0], emissions[0])
 
 
+def test_columns_with_gaps_of_their_own():
+    """A column that is never observed with the other keeps the moments of its own rows."""
+    emission = rd.LinearGaussianKernel(jnp.ones((2, 1)), jnp.zeros(2), rd.Diagonal(jnp.ones(2)))
+    plain, model = one_regime(emission)
+    _, ys = plain.simulate(jax.random.key(0), 30)
+    ys = ys.at[::2, 0].set(jnp.nan).at[1::2, 1].set(jnp.nan)
+    fixed = eqx.tree_at(
+        lambda m: (m.transition, m.prior),
+        model,
+        ((rd.Frozen(model.transition[0]),), rd.Frozen(model.prior)),
+    )
+    result = switching.em(jax.random.key(0), fixed, ys, num_iterations=1, num_samples=2)
+    laws = rd.kalman_smoother(plain, ys).chain.marginals()
+    learned = rd.unwrap(result.model).emission[0]
+    for column, rows in ((0, slice(1, None, 2)), (1, slice(0, None, 2))):
+        x, y = np.asarray(laws.mean)[rows, 0], np.asarray(ys)[rows, column]
+        variance = np.asarray(laws.covariance)[rows, 0, 0].mean()
+        slope = np.cov(x, y, bias=True)[0, 1] / (x.var() + variance)
+        assert_close(learned.weight[column, 0], slope, 1e-8)
+        assert_close(learned.bias[column], y.mean() - slope * x.mean(), 1e-8)
+    dense = two_regimes(
+        emission=rd.LinearGaussianKernel(jnp.ones((2, 1)), jnp.zeros(2), jnp.eye(2))
+    )
+    with raises_with(ValueError, "partly missing rows"):
+        switching.em(jax.random.key(0), dense, ys, num_iterations=1, num_samples=2)
+
+
 def test_a_regime_without_data_is_restarted(simulated):
     _, _, ys = simulated
     # The second regime can never be entered at the start.

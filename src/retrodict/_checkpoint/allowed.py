@@ -122,6 +122,10 @@ CLASSES: dict[str, str] = {
         GuidedPosterior ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior
         RejectionBackward
     """,
+    "retrodict.switching": """
+        Mixture Moves Regimes SwitchingChain SwitchingFamily SwitchingMarginals SwitchingModel
+        SwitchingPosterior
+    """,
     # Private records within the public ones.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
     "retrodict.bounds.finite.quantities": "FiniteQuantities",
@@ -159,6 +163,8 @@ CLASSES: dict[str, str] = {
     "retrodict.particles.cloud": "Filter",
     "retrodict.particles.proposal": "_MeanLookahead",
     "retrodict._learning.train": "TrainHistory TrainState",
+    "retrodict.switching.enumeration": "Enumeration",
+    "retrodict.switching.family": "Look SwitchingRow SwitchingState",
     "retrodict.models._counts": "BinomialLaw NegativeBinomialLaw PoissonLaw",
     "retrodict.models._equations": """
         ConstantVelocity Lagged LinearDynamics MeanReverting Observed Regular Stationary Structural
@@ -172,9 +178,6 @@ CLASSES: dict[str, str] = {
         TransitionProbabilities
     """,
     "retrodict.models._volatility": "VolatilityEmission",
-    "retrodict.switching": """
-        Mixture Moves Regimes SwitchingChain SwitchingMarginals SwitchingModel SwitchingPosterior
-    """,
 }
 """Classes by module of which a file may contain instances."""
 

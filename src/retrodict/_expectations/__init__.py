@@ -4,6 +4,7 @@ from retrodict._expectations.backward_sampling import BackwardSampling as Backwa
 from retrodict._expectations.backward_sampling import Paths as Paths
 from retrodict._expectations.backward_sampling import along_path as along_path
 from retrodict._expectations.elbo import check_model as check_model
+from retrodict._expectations.elbo import common_length as common_length
 from retrodict._expectations.elbo import elbo as elbo
 from retrodict._expectations.elbo import elbo_of_series as elbo_of_series
 from retrodict._expectations.elbo import series_of_chain as series_of_chain

@@ -160,7 +160,7 @@ def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> 
     )
 
 
-def common_length(chain: AbstractBackwardChain, length: Any) -> Any:
+def common_length(chain: Any, length: Any) -> Any:
     """Return the length of the chain, refused if `length` is known to differ from it."""
     chain_length = getattr(chain, "length", None)
     length = prepare_length(length, chain.num_times)

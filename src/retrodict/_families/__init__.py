@@ -1,9 +1,11 @@
 """Amortised variational families: maps from a series to a backward chain."""
 
+from retrodict._families import perceptron as perceptron
 from retrodict._families.assimilation import AssimilationFamily as AssimilationFamily
 from retrodict._families.base import AbstractFactorFamily as AbstractFactorFamily
 from retrodict._families.base import AbstractFamily as AbstractFamily
 from retrodict._families.base import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
+from retrodict._families.base import AbstractPreparedFamily as AbstractPreparedFamily
 from retrodict._families.base import AbstractSampledFamily as AbstractSampledFamily
 from retrodict._families.base import Factor as Factor
 from retrodict._families.base import advance_over as advance_over
@@ -18,6 +20,14 @@ from retrodict._families.gated import GatedFamily as GatedFamily
 from retrodict._families.kalman import KalmanFamily as KalmanFamily
 from retrodict._families.kalman import input_dim_of as input_dim_of
 from retrodict._families.mixture import MixtureFamily as MixtureFamily
+from retrodict._families.network import standard_with_input as standard_with_input
+from retrodict._families.network import with_density as with_density
 from retrodict._families.nonlinear import NonlinearFamily as NonlinearFamily
 from retrodict._families.recurrent import RecurrentFamily as RecurrentFamily
 from retrodict._families.scan import ScanFamily as ScanFamily
+from retrodict._families.start import Coordinates as Coordinates
+from retrodict._families.start import DataUnits as DataUnits
+from retrodict._families.start import data_units as data_units
+from retrodict._families.start import regress as regress
+from retrodict._families.start import sample_scale as sample_scale
+from retrodict._families.start import within_reach as within_reach

@@ -8,7 +8,7 @@ rows at once when the series is stored.
 
 from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,14 +19,13 @@ from jaxtyping import Array, Bool
 from retrodict._arrays import PRNGKey
 from retrodict._chains import (
     AbstractBackwardKernel,
-    AbstractKernelChain,
     LinearGaussianChain,
     SampledChain,
 )
 from retrodict._model import (
+    AbstractModel,
     LinearGaussianKernel,
     Series,
-    StateSpaceModel,
     prepare_batch,
     prepare_series,
     unwrap,
@@ -35,7 +34,7 @@ from retrodict._model import prepare_row as validate_row
 from retrodict._numerics import linalg
 from retrodict.distributed import Parallel, laid_out, on_accelerator, prepended
 
-C = TypeVar("C", bound=AbstractKernelChain)
+C = TypeVar("C", bound=eqx.Module)
 F = TypeVar("F", bound="AbstractPreparedFamily")
 T = TypeVar("T")
 
@@ -82,6 +81,10 @@ class AbstractFamily(eqx.Module):
         [3.]
     """
 
+    num_paths: ClassVar[int] = 1
+    """The number of sampled paths per series and step of `fit`. The gradient leaves out the score.
+    For the same time, more steps with one path gave a better ELBO than fewer with more paths."""
+
     state_dim: Abstract[int]
     obs_dim: Abstract[int]
     input_dim: Abstract[int]
@@ -89,7 +92,7 @@ class AbstractFamily(eqx.Module):
     @abstractmethod
     def prepare(
         self,
-        model: StateSpaceModel,
+        model: AbstractModel,
         ys: Any,
         *,
         mask: Any = None,
@@ -131,9 +134,7 @@ class AbstractFamily(eqx.Module):
         """
 
     @abstractmethod
-    def infer(
-        self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
-    ) -> AbstractKernelChain:
+    def infer(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Any:
         """Return the chain of a whole series.
 
         Args:
@@ -148,7 +149,7 @@ class AbstractPreparedFamily(AbstractFamily):
     """A family whose `prepare` checks model and data first."""
 
     @abstractmethod
-    def started(self: F, model: StateSpaceModel, batch: Series) -> F:
+    def started(self: F, model: AbstractModel, batch: Series) -> F:
         """Return the family in the units of checked series, started near the model's prior chain.
 
         Args:
@@ -158,7 +159,7 @@ class AbstractPreparedFamily(AbstractFamily):
 
     def prepare(
         self: F,
-        model: StateSpaceModel,
+        model: AbstractModel,
         ys: Any,
         *,
         mask: Any = None,
@@ -468,7 +469,7 @@ def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Se
     return validate_row(y, mask=mask, inputs=inputs, **dimensions(family))
 
 
-def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:
+def check_fits(family: AbstractFamily, model: AbstractModel) -> None:
     """Raise unless the model has the family's state dimension and inputs."""
     if model.state_dim != family.state_dim:
         raise ValueError(

@@ -20,9 +20,7 @@ from retrodict._families.base import (
 from retrodict._families.start import (
     Coordinates,
     PriorChain,
-    lengths_of,
-    location_and_scale,
-    observed_rows,
+    data_units,
     prior_chain,
 )
 from retrodict._model import (
@@ -135,16 +133,9 @@ class AbstractNetworkFamily(AbstractPreparedFamily):
 
     def in_units(self: F, model: StateSpaceModel, batch: Series) -> F:
         """Return the family with the units of the data, and the model's prior chain in them."""
-        lengths = lengths_of(batch)
-        longest = int(np.argmax(lengths))
-        rows = np.arange(batch.ys.shape[1])[None] < lengths[:, None]
-        ys, inputs, first_inputs = observed_rows(batch), np.zeros((0, 0)), None
-        if batch.inputs is not None:
-            inputs = np.asarray(batch.inputs)[rows]
-            first_inputs = batch.inputs[longest, : lengths[longest]]
-        chain = prior_chain(model, int(lengths[longest]), first_inputs)
-        scales = (*location_and_scale(ys), *location_and_scale(inputs))
-        units = Coordinates(*scales, chain.location, chain.spread)
+        data = data_units(batch)
+        chain = prior_chain(model, data.num_times, data.inputs)
+        units = Coordinates(*data.scales, chain.location, chain.spread)
         fresh = (jax.tree.map(Frozen, units), _standard_transition(units, chain))
         return eqx.tree_at(lambda family: (family.coordinates, family.transition), self, fresh)
 
@@ -228,26 +219,32 @@ def _standard_transition(coordinates: Coordinates, chain: PriorChain) -> Transit
     solve, scale = linalg.solve_triangular, coordinates.state_scale
     prior = Gaussian(
         solve(scale, chain.mean - coordinates.state_location),
-        PositiveTril(_with_density(solve(scale, chain.scale))),
+        PositiveTril(with_density(solve(scale, chain.scale))),
     )
     kernel = chain.transition
     if not isinstance(kernel, LinearGaussianKernel):
         return Transition(prior, kernel, True)
+    standard = standard_with_input(coordinates, kernel)
+    noise = PositiveTril(with_density(standard.scale_tril))
+    return Transition(prior, eqx.tree_at(lambda kernel: kernel.scale_tril, standard, noise), False)
+
+
+def standard_with_input(
+    coordinates: Coordinates, kernel: LinearGaussianKernel
+) -> LinearGaussianKernel:
+    """Return a kernel on z that also reads inputs in standard coordinates."""
     standard = coordinates.standard_kernel(
         LinearGaussianKernel(kernel.weight, kernel.bias, kernel.scale_tril)
     )
-    bias, input_weight = standard.bias, None
-    if kernel.input_weight is not None:
-        moved = solve(scale, kernel.input_weight)
-        bias = bias + linalg.matvec(moved, coordinates.input_location)
-        input_weight = moved * coordinates.input_scale[None, :]
-    noise = PositiveTril(_with_density(standard.scale_tril))
-    return Transition(
-        prior, LinearGaussianKernel(standard.weight, bias, noise, input_weight), False
-    )
+    if kernel.input_weight is None:
+        return standard
+    moved = linalg.solve_triangular(coordinates.state_scale, kernel.input_weight)
+    bias = standard.bias + linalg.matvec(moved, coordinates.input_location)
+    input_weight = moved * coordinates.input_scale[None, :]
+    return LinearGaussianKernel(standard.weight, bias, standard.scale_tril, input_weight)
 
 
-def _with_density(scale: Float[Array, "d d"]) -> Float[Array, "d d"]:
+def with_density(scale: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """Make the diagonal of a lower factor positive: flip signs, raise zeros to a thousandth."""
     turned = scale * jnp.where(jnp.diagonal(scale) < 0, -1.0, 1.0)[None, :]
     raised = jnp.maximum(jnp.diagonal(turned), 1e-3)

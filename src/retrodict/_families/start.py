@@ -103,17 +103,27 @@ class Coordinates(eqx.Module):
         kernel_scale: Float[Array, "d d"],
     ) -> Factor:
         """Return the law and the backward kernel of x, from those of z."""
-        spread, location = self.state_scale, self.state_location
-        whitened = linalg.solve_triangular(spread, jnp.eye(mean.shape[0], dtype=mean.dtype))
-        weight = shared_product(spread, linalg.matmul(gain, whitened))
-        bias = location + linalg.matvec(spread, offset) - linalg.matvec(weight, location)
         return Factor(
-            Gaussian(
-                location + linalg.matvec(spread, mean),
-                shared_product(spread, scale),
-            ),
-            LinearGaussianKernel(weight, bias, shared_product(spread, kernel_scale)),
+            Gaussian(*self.original_law(mean, scale)),
+            LinearGaussianKernel(*self.original_kernel(gain, offset, kernel_scale)),
         )
+
+    def original_law(
+        self, mean: Float[Array, "d"], scale: Float[Array, "d d"]
+    ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
+        """Return mean and scale of x, from those of z."""
+        spread = self.state_scale
+        return self.state_location + linalg.matvec(spread, mean), shared_product(spread, scale)
+
+    def original_kernel(
+        self, weight: Float[Array, "d d"], bias: Float[Array, "d"], scale: Float[Array, "d d"]
+    ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
+        """Return weight, bias and scale of a kernel on x, from those of a kernel on z."""
+        spread, location = self.state_scale, self.state_location
+        whitened = linalg.solve_triangular(spread, jnp.eye(bias.shape[0], dtype=bias.dtype))
+        weight = shared_product(spread, linalg.matmul(weight, whitened))
+        bias = location + linalg.matvec(spread, bias) - linalg.matvec(weight, location)
+        return weight, bias, shared_product(spread, scale)
 
 
 class PriorChain(NamedTuple):
@@ -204,16 +214,16 @@ def _by_regression(model: StateSpaceModel, num_times: int, us: Array | None) -> 
     """Regress x_k on x_{k-1} over simulated paths by least squares."""
     keys = jax.random.split(jax.random.key(0), NUM_PATHS)
     paths = jax.vmap(lambda key: model.simulate(key, num_times, inputs=us)[0])(keys)
-    paths = _within_reach(paths)
+    paths = within_reach(paths)
     d = paths.shape[-1]
     initial, states = paths[:, 0], paths.reshape(-1, d)
     before, after = paths[:, :-1].reshape(-1, d), paths[:, 1:].reshape(-1, d)
-    weight, bias, noise = _regress(before, after)
+    weight, bias, noise = regress(before, after)
     centred = states - jnp.mean(states, axis=0)[None]
     return _with_units(
         PriorChain(
             jnp.mean(initial, axis=0),
-            _sample_scale(initial - jnp.mean(initial, axis=0)[None]),
+            sample_scale(initial - jnp.mean(initial, axis=0)[None]),
             LinearGaussianKernel(weight, bias, noise),
             jnp.mean(states, axis=0),
             linalg.matmul(centred.T, centred) / states.shape[0],
@@ -221,7 +231,7 @@ def _by_regression(model: StateSpaceModel, num_times: int, us: Array | None) -> 
     )
 
 
-def _within_reach(paths: Float[Array, "sample time d"]) -> Float[Array, "sample time d"]:
+def within_reach(paths: Float[Array, "sample time d"]) -> Float[Array, "sample time d"]:
     """Clip the paths of an explosive transition, so that the regression stays finite."""
     centre = jnp.mean(paths[:, 0], axis=0)[None, None]
     beginning = jnp.abs(paths[:, :2] - centre)
@@ -229,17 +239,24 @@ def _within_reach(paths: Float[Array, "sample time d"]) -> Float[Array, "sample 
     return centre + jnp.clip(jnp.nan_to_num(paths - centre), -reach, reach)
 
 
-def _regress(before: Array, after: Array) -> tuple[Array, Array, Array]:
+def regress(
+    before: Array, after: Array, weights: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """Return weight, bias and scale of a linear-Gaussian kernel by (weighted) least squares."""
     if before.shape[0] == 0:  # one row: there is no transition to learn from
         d = before.shape[1]
         return jnp.eye(d), jnp.zeros(d), jnp.eye(d)
     design = jnp.concatenate([before, jnp.ones((before.shape[0], 1), before.dtype)], axis=1)
+    if weights is not None:
+        roots = jnp.sqrt(weights / jnp.mean(weights))[:, None]
+        design, after = roots * design, roots * after
     coefficients = jnp.linalg.lstsq(design, after)[0]
     residual = after - jnp.matmul(design, coefficients, precision=lax.Precision.HIGHEST)
-    return coefficients[:-1].T, coefficients[-1], _sample_scale(residual)
+    return coefficients[:-1].T, coefficients[-1], sample_scale(residual)
 
 
-def _sample_scale(centred: Float[Array, "rows d"]) -> Float[Array, "d d"]:
+def sample_scale(centred: Float[Array, "rows d"]) -> Float[Array, "d d"]:
+    """Return the lower factor of the covariance of centred rows."""
     covariance = linalg.matmul(centred.T, centred) / centred.shape[0]
     return linalg.cholesky(covariance + jnp.diag(_floor(jnp.diagonal(covariance))))
 
@@ -260,6 +277,27 @@ def location_and_scale(columns: Float[np.ndarray, "rows columns"]) -> tuple[Arra
         locations.append(location)
         scales.append(largest if spread <= 1e-10 * largest else spread)
     return jnp.asarray(locations), jnp.asarray(scales)
+
+
+class DataUnits(NamedTuple):
+    """Locations and scales of the data, and the length and the inputs of the longest series."""
+
+    scales: tuple[Array, Array, Array, Array]
+    num_times: int
+    inputs: Array | None
+
+
+def data_units(batch: Series) -> DataUnits:
+    """Return locations and scales of observations and inputs, from the rows that exist."""
+    lengths = lengths_of(batch)
+    longest = int(np.argmax(lengths))
+    rows = np.arange(batch.ys.shape[1])[None] < lengths[:, None]
+    inputs, first_inputs = np.zeros((0, 0)), None
+    if batch.inputs is not None:
+        inputs = np.asarray(batch.inputs)[rows]
+        first_inputs = batch.inputs[longest, : lengths[longest]]
+    scales = (*location_and_scale(observed_rows(batch)), *location_and_scale(inputs))
+    return DataUnits(scales, int(lengths[longest]), first_inputs)
 
 
 def lengths_of(batch: Series) -> Int[np.ndarray, "batch"]:

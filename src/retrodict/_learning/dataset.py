@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, known_values
-from retrodict._model import Series, StateSpaceModel, prepare_data_batch
+from retrodict._model import AbstractModel, Series
 from retrodict.distributed import (
     is_multi_process,
     map_shards,
@@ -331,7 +331,7 @@ def hash_series(series: Series) -> np.ndarray:
 
 
 def batch_for(
-    model: StateSpaceModel,
+    model: AbstractModel,
     ys: Any,
     *,
     mask: Any,
@@ -343,13 +343,13 @@ def batch_for(
 
     Args:
         model: the model.
-        ys: observations, as in `prepare_data_batch`, like the rest.
+        ys: observations, as in `prepare_batch`, like the rest.
         mask: true where an entry was observed.
         inputs: inputs.
         length: the number of existing rows.
         learner: the calling function if it learns from the series, which needs observed entries.
     """
-    batch = prepare_data_batch(model, ys, mask=mask, inputs=inputs, length=length)
+    batch = model.batch(ys, mask=mask, inputs=inputs, length=length)
     observed = None if batch.mask is None else known_values(batch.mask)
     if learner is not None and observed is not None and not observed.any():
         raise ValueError(f"{learner} expects observed entries in ys, got none: all are missing.")

@@ -18,7 +18,7 @@ from retrodict._learning.dataset import AbstractBatches, Minibatch
 from retrodict._learning.elbo_of_rows import elbo_of_rows
 from retrodict._learning.options import Objective
 from retrodict._learning.train import LossStage
-from retrodict._model import Frozen, Series, StateSpaceModel, unwrap
+from retrodict._model import AbstractModel, Frozen, Series, unwrap
 from retrodict.distributed import Parallel
 
 MIN_PREFIX = 8
@@ -39,7 +39,7 @@ class ElboLoss(eqx.Module):
 
     fixed: PyTree
     estimator: AbstractEstimator
-    log_prior: Callable[[StateSpaceModel], Scalar] | None
+    log_prior: Callable[[AbstractModel], Scalar] | None
     share: float
     parallel: Parallel = eqx.field(static=True, default=False)
     segment: int | None = eqx.field(static=True, default=None)
@@ -96,7 +96,7 @@ class ElboLoss(eqx.Module):
             parallel=self.parallel,
         )
 
-    def pair(self, parameters: PyTree) -> tuple[Any, StateSpaceModel]:
+    def pair(self, parameters: PyTree) -> tuple[Any, AbstractModel]:
         """Return family and model with these parameters, unwrapped."""
         return unwrap(eqx.combine(parameters, self.fixed))
 

@@ -1,6 +1,7 @@
 """The ELBO of rows of a series, from its start or as an increment."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -17,6 +18,7 @@ from retrodict._model import Gaussian, Series, StateSpaceModel, dense_scale
 from retrodict.distributed import Parallel
 
 
+@functools.singledispatch
 def elbo_of_rows(
     model: StateSpaceModel,
     family: AbstractFactorFamily,
@@ -30,6 +32,8 @@ def elbo_of_rows(
     parallel: Parallel = False,
 ) -> Estimate:
     """Compute the ELBO of rows 0..b-1 of a series, or its increment by rows a..b-1.
+
+    Other classes of models register a function of their own, with the same arguments.
 
     The increment is ELBO(0..b-1) − ELBO(0..a-1). It is approximated by the ELBO of rows a..b-1 with
     prior q_{a-1}, held fixed. It is exact if q_{a-1} is.

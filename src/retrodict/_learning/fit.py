@@ -50,7 +50,7 @@ from retrodict._learning.train import (
     start,
     train,
 )
-from retrodict._model import Series, StateSpaceModel, unwrap
+from retrodict._model import AbstractModel, Series, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 NUM_PREPARED = 4096
@@ -66,16 +66,12 @@ evidence. The comparison takes some seconds."""
 STARTS = "start"
 """The axis of a mesh over which several starts are sharded."""
 
-NUM_PATHS = 1
-"""The number of sampled paths per series and step. The gradient leaves out the score. For the same
-time, more steps with one path gave a better ELBO than fewer steps with more paths."""
-
 
 @together()
 def fit(
     key: PRNGKey,
     family: AbstractFamily,
-    model: StateSpaceModel,
+    model: AbstractModel,
     ys: Any,
     *,
     num_steps: int = 4000,
@@ -222,7 +218,7 @@ def _check_types(family: Any, model: Any, objective: Any, optimisation: Any) -> 
     """Raise if an argument is of the wrong type."""
     for value, kind, what in (
         (family, AbstractFamily, "a family"),
-        (model, StateSpaceModel, "a StateSpaceModel"),
+        (model, AbstractModel, "a StateSpaceModel or a SwitchingModel"),
         (objective, Objective | None, "`objective` to be a retrodict.Objective"),
         (optimisation, Optimisation | None, "`optimisation` to be a retrodict.Optimisation"),
     ):
@@ -230,7 +226,7 @@ def _check_types(family: Any, model: Any, objective: Any, optimisation: Any) -> 
             raise TypeError(f"fit expects {what}, got {type(value).__name__}.")
 
 
-def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
+def _held_out(model: AbstractModel, held_out: Any) -> Series:
     """Return the held-out series, checked against the model."""
     ys, options = held_out if isinstance(held_out, tuple) else (held_out, {})
     if isinstance(ys, SharedSeries | AbstractSeriesStore):
@@ -257,10 +253,10 @@ def _stacked(first: PyTree, others: list[PyTree]) -> tuple[PyTree, int | None]:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others), 1 + len(others)
 
 
-def default_estimator(family: AbstractFamily, model: StateSpaceModel) -> AbstractEstimator:
+def default_estimator(family: AbstractFamily, model: AbstractModel) -> AbstractEstimator:
     """Return the cheapest estimator of the ELBO that family and model allow."""
     if not isinstance(family, AbstractLinearGaussianFamily):
-        return BackwardSampling(NUM_PATHS, by_component=True, stop_score=True)
+        return BackwardSampling(family.num_paths, by_component=True, stop_score=True)
     if all(term.quadratic for term in LogJoint(model).terms()):
         return ClosedForm()
     if model.state_dim == 1:

@@ -29,7 +29,7 @@ from retrodict._learning.dataset import (
     Minibatch,
     spaced_indices,
 )
-from retrodict._model import Series, StateSpaceModel, prepare_data
+from retrodict._model import AbstractModel, Series
 from retrodict.distributed import num_devices, shard_over
 
 Arrays = dict[str, np.ndarray | None]
@@ -103,15 +103,13 @@ class StoredDataset(AbstractDataset):
         mesh: the devices; `None` for one.
     """
 
-    def __init__(
-        self, store: AbstractSeriesStore, model: StateSpaceModel, mesh: Mesh | None
-    ) -> None:
+    def __init__(self, store: AbstractSeriesStore, model: AbstractModel, mesh: Mesh | None) -> None:
         most = min(NUM_SAMPLED, max(16, NUM_SAMPLED_ROWS // store.num_times))
         self._store, self._mesh = store, mesh
         self._sample = sample_store(store, most)
         self.num_times, self.num_rows = store.num_times, float(store.num_rows)
         first = self._sample.at(0)
-        prepare_data(model, first.ys, inputs=first.inputs)
+        model.series(first.ys, inputs=first.inputs)
 
     def spaced(self, count: int) -> Series:
         """Return at most `count` of the series that are kept in memory."""

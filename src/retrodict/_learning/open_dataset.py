@@ -7,11 +7,11 @@ from jax.sharding import Mesh
 from retrodict._learning.dataset import AbstractDataset, ArrayDataset, batch_for
 from retrodict._learning.on_disk import AbstractSeriesStore, StoredDataset
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
-from retrodict._model import StateSpaceModel
+from retrodict._model import AbstractModel
 
 
 def open_dataset(
-    model: StateSpaceModel,
+    model: AbstractModel,
     ys: Any,
     *,
     mask: Any,

@@ -8,7 +8,7 @@ import optax
 
 from retrodict._arrays import Scalar, check_count
 from retrodict._expectations import AbstractEstimator
-from retrodict._model import StateSpaceModel
+from retrodict._model import AbstractModel
 from retrodict.distributed import Parallel
 
 
@@ -45,7 +45,7 @@ class Objective:
     """
 
     estimator: AbstractEstimator | None = None
-    log_prior: Callable[[StateSpaceModel], Scalar] | None = None
+    log_prior: Callable[[AbstractModel], Scalar] | None = None
     window: int | None = None
     growing: bool = False
     parallel: Parallel = False

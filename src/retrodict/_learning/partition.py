@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._model import Frozen, StateSpaceModel, learnable, unwrap
+from retrodict._model import AbstractModel, Frozen, unwrap
 
 Learn = Literal["family", "model", "both"]
 
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     fixed: PyTree
 
     @property
-    def whole(self) -> tuple[Any, StateSpaceModel]:
+    def whole(self) -> tuple[Any, AbstractModel]:
         """The family and the model, in plain arrays."""
         return unwrap(eqx.combine(self.parameters, self.fixed))
 
@@ -51,12 +51,12 @@ class Parts(NamedTuple):
         """Return a vector in the structure of the parameters."""
         return ravel_pytree(self.parameters)[1](vector)
 
-    def at(self, vector: Float[Array, "parameter"]) -> tuple[Any, StateSpaceModel]:
+    def at(self, vector: Float[Array, "parameter"]) -> tuple[Any, AbstractModel]:
         """Return the family and the model at a vector of parameters, in plain arrays."""
         return Parts(self.unravel(vector), self.fixed).whole
 
 
-def partition(family: Any, model: StateSpaceModel, learn: Learn | PyTree, owner: str) -> Parts:
+def partition(family: Any, model: AbstractModel, learn: Learn | PyTree, owner: str) -> Parts:
     """Partition a family and a model into learned and fixed leaves.
 
     `Frozen` parts stay fixed. Scales of a model that is learned by name stay positive.
@@ -75,7 +75,7 @@ def partition(family: Any, model: StateSpaceModel, learn: Learn | PyTree, owner:
                 f" over (family, model), got {learn!r}."
             )
         chosen = CHOICES[learn]
-        model = model if learn == "family" else learnable(model)
+        model = model if learn == "family" else model.learnable()
     pair = (family, model)
     try:
         moving = jax.tree.map(

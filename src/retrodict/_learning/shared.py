@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from retrodict._arrays import as_real_array
-from retrodict._model import Series, StateSpaceModel, prepare_batch, prepare_data
+from retrodict._model import AbstractModel, Series, prepare_batch
 from retrodict.distributed import (
     MeshLike,
     all_gather_object,
@@ -181,10 +181,10 @@ def _series(parts: Sequence[Any]) -> Series:
     return Series(*arrays)
 
 
-def check_shared(model: StateSpaceModel, shared: SharedSeries) -> None:
+def check_shared(model: AbstractModel, shared: SharedSeries) -> None:
     """Raise in all processes if shared series do not fit an unwrapped model."""
     one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape[2:])), shared.series)
-    prepare_data(model, one.ys, inputs=one.inputs)
+    model.series(one.ys, inputs=one.inputs)
 
 
 def refuse_beside(owner: str, what: str, **options: Any) -> None:

@@ -6,6 +6,8 @@ from retrodict._linearised.posterior import LinearisedPosterior as LinearisedPos
 from retrodict._linearised.recursion import linearise as linearise
 from retrodict._linearised.recursion import whiten_emission as whiten_emission
 from retrodict._linearised.rules import AbstractRule as AbstractRule
+from retrodict._linearised.rules import AbstractSigmaPoints as AbstractSigmaPoints
+from retrodict._linearised.rules import Affine as Affine
 from retrodict._linearised.rules import Cubature as Cubature
 from retrodict._linearised.rules import GaussHermite as GaussHermite
 from retrodict._linearised.rules import Taylor as Taylor

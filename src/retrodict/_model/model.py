@@ -1,8 +1,9 @@
 """State-space models: a prior, a transition and an emission."""
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -46,10 +47,63 @@ from retrodict._model.series import (
 )
 from retrodict.distributed import is_multi_process, to_hosts
 
-M = TypeVar("M", bound=AbstractWhole)
+M = TypeVar("M", bound="AbstractModel")
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    # A type checker would take abstract variables for properties.
+    Abstract = Annotated[T, "a field that final classes declare"]
+else:
+    Abstract = eqx.AbstractVar
 
 
-class StateSpaceModel(AbstractWhole):
+class AbstractModel(AbstractWhole):
+    """A joint law of hidden variables and of series, from which `fit` learns.
+
+    Attributes:
+        prior: the law of the first state.
+        transition: the kernel of the states.
+        emission: the kernel from states to observations.
+    """
+
+    prior: Abstract[Any]
+    transition: Abstract[Any]
+    emission: Abstract[Any]
+
+    @property
+    @abstractmethod
+    def state_dim(self) -> int:
+        """The dimension of the state."""
+
+    @property
+    @abstractmethod
+    def takes_input(self) -> bool:
+        """Whether a part of the model takes inputs."""
+
+    @abstractmethod
+    def series(
+        self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
+    ) -> Series:
+        """Return one series, checked against the model."""
+
+    @abstractmethod
+    def batch(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Series:
+        """Return several series, checked against the model, with a leading axis `batch`."""
+
+    def learnable(self: M) -> M:
+        """Return the model with its Gaussian scales as parameters that stay positive in training.
+
+        Existing parameters, `Frozen` ones included, are left unchanged.
+        """
+        parts = {}
+        for name in ("prior", "transition", "emission"):
+            part = getattr(self, name)
+            several = isinstance(part, tuple)
+            parts[name] = tuple(map(_learnable_part, part)) if several else _learnable_part(part)
+        return dataclasses.replace(self, **parts)
+
+
+class StateSpaceModel(AbstractModel):
     """The joint law χ(x_0) g(x_0, y_0) ∏_{k≥1} m(x_{k-1}, x_k) g(x_k, y_k).
 
     Example:
@@ -70,9 +124,9 @@ class StateSpaceModel(AbstractWhole):
         emission: g, a kernel from states to observations.
     """
 
-    prior: Any
-    transition: Any
-    emission: Any
+    prior: Any  # pyright: ignore
+    transition: Any  # pyright: ignore
+    emission: Any  # pyright: ignore
 
     def __check_init__(self) -> None:
         for name in ("transition", "emission"):
@@ -121,6 +175,10 @@ class StateSpaceModel(AbstractWhole):
             TypeError: if an array has the wrong type.
         """
         return prepare_data(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
+
+    def batch(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Series:
+        """Return several validated series; the arguments are those of `series`, with a batch."""
+        return prepare_data_batch(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
 
     def simulate(
         self, key: PRNGKey, num_times: int, *, inputs: Any = None
@@ -306,22 +364,8 @@ def is_linear_gaussian(model: StateSpaceModel) -> bool:
     )
 
 
-def learnable(model: M) -> M:
-    """Return the model with its Gaussian scales as parameters that stay positive in training.
-
-    Existing parameters, `Frozen` ones included, are left unchanged. Parts may be tuples, with one
-    part per regime.
-    """
-
-    def of(part: Any) -> Any:
-        is_one = lambda node: not isinstance(node, tuple)  # noqa: E731
-        return jax.tree.map(_learnable_part, part, is_leaf=is_one)
-
-    names = ("prior", "transition", "emission")
-    return dataclasses.replace(model, **{name: of(getattr(model, name)) for name in names})
-
-
 def _learnable_part(part: Any) -> Any:
+    """Return a law or a kernel with its Gaussian scale as a parameter that stays positive."""
     if not isinstance(part, (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)):
         return part
     return eqx.tree_at(

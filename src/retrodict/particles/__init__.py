@@ -5,6 +5,7 @@ from retrodict.particles.backward_samplers import ExactBackward as ExactBackward
 from retrodict.particles.backward_samplers import Genealogy as Genealogy
 from retrodict.particles.backward_samplers import MCMCBackward as MCMCBackward
 from retrodict.particles.backward_samplers import RejectionBackward as RejectionBackward
+from retrodict.particles.backward_samplers import descend as descend
 from retrodict.particles.backward_weights import BackwardWeights as BackwardWeights
 from retrodict.particles.ffbsi import ParticlePosterior as ParticlePosterior
 from retrodict.particles.ffbsi import ffbsi as ffbsi
@@ -20,6 +21,7 @@ from retrodict.particles.importance import log_weights_of as log_weights_of
 from retrodict.particles.moments import DEGENERATE as DEGENERATE
 from retrodict.particles.moments import FINE as FINE
 from retrodict.particles.moments import refuse_failure as refuse_failure
+from retrodict.particles.moments import status_of as status_of
 from retrodict.particles.moments import status_words as status_words
 from retrodict.particles.online import AdditivePosterior as AdditivePosterior
 from retrodict.particles.online import AdditiveSmoother as AdditiveSmoother
@@ -40,6 +42,11 @@ from retrodict.particles.proposal import ChainProposal as ChainProposal
 from retrodict.particles.proposal import Guided as Guided
 from retrodict.particles.proposal import mean_lookahead as mean_lookahead
 from retrodict.particles.resampling import Scheme as Scheme
+from retrodict.particles.resampling import check_scheme as check_scheme
+from retrodict.particles.resampling import check_threshold as check_threshold
+from retrodict.particles.resampling import cumulative as cumulative
+from retrodict.particles.resampling import resample as resample
+from retrodict.particles.resampling import uniforms as uniforms
 from retrodict.particles.tempered import tempered_smoother as tempered_smoother
 
 __all__ = [

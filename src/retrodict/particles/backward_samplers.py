@@ -331,7 +331,7 @@ def _by_distance(
             else all_distances[:, j]
         )
         sums = sums + power_of_two(in_groups[:, j, None] - distance - shift[None])
-    group, rest = _descend(sums, shares)
+    group, rest = descend(sums, shares)
     members = jnp.moveaxis(grouped[group], 0, 1)
     distances = jnp.sum((members - prepared[None]) ** 2, axis=-1)
     weights = power_of_two(in_groups[group].T - distances - shift[None])
@@ -348,11 +348,11 @@ def _by_matrix(
     """Draw exactly from the unnormalised log₂ weights of all pairs."""
     top = jnp.max(log_weights, axis=0)
     weights = power_of_two(log_weights - jnp.where(jnp.isfinite(top), top, 0.0)[None])
-    chosen, rest = _descend(weights, shares)
+    chosen, rest = descend(weights, shares)
     return jnp.where(rest >= 0, chosen, ancestors).astype(ancestors.dtype)
 
 
-def _descend(weights: Float[Array, "entry sample"], shares: Shares) -> tuple[Indices, Shares]:
+def descend(weights: Float[Array, "entry sample"], shares: Shares) -> tuple[Indices, Shares]:
     """Return the entry at a given share of each column's sum, and the remainder within that entry.
 
     Sums of sums are built up to a few groups, and searched from the top. The remainder is −1 for a

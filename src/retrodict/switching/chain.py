@@ -14,7 +14,8 @@ with one per particle that of the Rao-Blackwellised particle filter, and without
 forward–backward algorithm.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,16 +23,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
 from retrodict._model import LOG_2PI
 from retrodict._numerics import (
+    GaussianLaw,
     gram,
     inverse_cholesky,
     linalg,
     nonsingular_law,
     prefix_scan,
 )
+from retrodict.particles import descend, uniforms
 from retrodict.switching.model import prepare_regimes, prepare_states
+
+T = TypeVar("T")
+
+FEW_PAIRS = 256
+"""The largest number of moves per step whose reversals are held in memory for all times."""
 
 
 class Mixture(eqx.Module):
@@ -107,12 +115,26 @@ class Moves(eqx.Module):
         weights: F, of shape `(time-1, source, regime, state, state)`.
         biases: b, of shape `(time-1, source, regime, state)`.
         scale_trils: lower factors of Q, of shape `(time-1, source, regime, state, state)`.
+        origins: the law of the state of a component that moves to each regime, with axes
+            `(time-1, component, regime)`; `None` if it is the law of the component, as where the
+            regimes do not depend on the state.
     """
 
     log_probabilities: Float[Array, "*time component regime"]
     weights: Float[Array, "*time source regime state state"]
     biases: Float[Array, "*time source regime state"]
     scale_trils: Float[Array, "*time source regime state state"]
+    origins: GaussianLaw | None = None
+
+    def sources(self, laws: Mixture) -> tuple[GaussianLaw, int | None]:
+        """Return the laws of the states that move, and their axis `regime`; `None` without one.
+
+        Args:
+            laws: the filtering laws of one time.
+        """
+        if self.origins is None:
+            return GaussianLaw(laws.means, laws.scale_trils), None
+        return self.origins, 0
 
 
 class Reversed(NamedTuple):
@@ -134,23 +156,144 @@ class Reversed(NamedTuple):
     offset: Float[Array, "component regime state"]
     scale_tril: Float[Array, "component regime state state"]
 
+    def shares(
+        self, zs: Int[Array, "sample"], xs: Float[Array, "sample state"]
+    ) -> Float[Array, "component sample"]:
+        """Return the probability of each component, given later regimes and states."""
+        shifts = -jax.vmap(jax.vmap(linalg.matvec))(self.whitener, self.predicted)
+
+        def logs(constants: Array, whitener: Array, shift: Array) -> Array:
+            white = _affine(whitener, shift, xs)
+            start = jnp.broadcast_to(constants[:, None], (*constants.shape, *zs.shape))
+            return linalg.sum_of([start, *(-0.5 * entry**2 for entry in white)])
+
+        return jax.nn.softmax(_by_regime(logs, zs, self.constants, self.whitener, shifts), axis=0)
+
+    @property
+    def constants(self) -> Float[Array, "component *regime"]:
+        """The log weights of the moves, with the constants of the densities of x'."""
+        pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
+        return self.log_weights + jnp.sum(jnp.log(pivots) - 0.5 * LOG_2PI, axis=-1)
+
+    def draw(
+        self,
+        c: Int[Array, "sample"],
+        zs: Int[Array, "sample"],
+        xs: Float[Array, "sample state"],
+        noise: Float[Array, "sample state"],
+    ) -> Float[Array, "sample state"]:
+        """Draw earlier states of these components, given later regimes and states."""
+        matvec = jax.vmap(linalg.matvec)
+        gain, offset, scale = (leaf[c, zs] for leaf in (self.gain, self.offset, self.scale_tril))
+        return matvec(gain, xs) + offset + matvec(scale, noise)
+
+    def moments(
+        self,
+        regimes: Int[Array, "component"],
+        num_regimes: int,
+        zs: Int[Array, "sample"],
+        xs: Float[Array, "sample state"],
+    ) -> tuple[
+        Float[Array, "sample regime"],
+        Float[Array, "sample state"],
+        Float[Array, "sample state state"],
+    ]:
+        """Return the moments of the earlier regime and state, given the later ones."""
+        weights = self.shares(zs, xs)
+        members = jax.nn.one_hot(regimes, num_regimes, dtype=weights.dtype)
+        probabilities = jnp.einsum("cs,cj->sj", weights, members, precision="highest")
+        if not xs.shape[1]:
+            return probabilities, xs, xs[:, :, None] * xs[:, None]
+        means = _by_regime(lambda g, b: _affine(g, b, xs), zs, self.gain, self.offset)
+        mean = [jnp.sum(weights * entry, axis=0) for entry in means]
+        shifts = [entry - average[None] for entry, average in zip(means, mean, strict=True)]
+
+        def within(scales: Array) -> list[list[Array]]:
+            covariances = jax.vmap(linalg.outer_gram)(scales)[..., None]
+            like = (weights.shape[0], zs.shape[0])
+            return [
+                [jnp.broadcast_to(covariances[:, i, j], like) for j in range(i + 1)]
+                for i in range(len(means))
+            ]
+
+        lower = [
+            [
+                jnp.sum(weights * (entry + a * b), axis=0)
+                for entry, b in zip(row, shifts[: i + 1], strict=True)
+            ]
+            for i, (row, a) in enumerate(
+                zip(_by_regime(within, zs, self.scale_tril), shifts, strict=True)
+            )
+        ]
+        covariance = jnp.array(
+            [[lower[max(i, j)][min(i, j)] for j in range(len(mean))] for i in range(len(mean))]
+        )
+        return probabilities, jnp.stack(mean, axis=-1), jnp.moveaxis(covariance, -1, 0)
+
     def into(self, z: Int[Array, ""]) -> "Reversed":
         """Return the moves into one regime, without the axis `regime`."""
         return jax.tree.map(lambda leaf: leaf[:, z], self)
 
+    def log_joint(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
+        """Return the log density of each component and x', for the regime that `into` took."""
+        white = jax.vmap(linalg.matvec)(self.whitener, x[None] - self.predicted)
+        return self.constants - 0.5 * jnp.sum(white**2, axis=-1)
+
     def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
         """Return the log weight of each component, given x' and the regime that `into` took."""
-        white = jnp.einsum(
-            "cij,cj->ci", self.whitener, x[None] - self.predicted, precision="highest"
-        )
-        pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
-        density = jnp.sum(jnp.log(pivots) - 0.5 * (white**2 + LOG_2PI), axis=-1)
-        return jax.nn.log_softmax(self.log_weights + density)
+        return jax.nn.log_softmax(self.log_joint(x))
 
     def law(self, x: Float[Array, "state"], regimes: Int[Array, "component"]) -> Mixture:
         """Return the law of the earlier regime and state, given the later regime and state x'."""
         means = jnp.einsum("cij,j->ci", self.gain, x, precision="highest") + self.offset
         return Mixture(self.log_posterior(x), means, self.scale_tril, regimes)
+
+
+def _affine(
+    weights: Float[Array, "component out state"],
+    offsets: Float[Array, "component out"],
+    xs: Float[Array, "sample state"],
+) -> list[Float[Array, "component sample"]]:
+    """Return each coordinate of w_c x_s + b_c, as a matrix of components and samples.
+
+    Separate coordinates fuse with what follows, in loops over samples: a fifteenth of the time of
+    one array with an axis of two coordinates.
+    """
+    dim = xs.shape[1]
+
+    def coordinate(weight: Array, offset: Array) -> Array:
+        if dim > linalg.UNROLLED:
+            return jnp.matmul(weight, xs.T, precision="highest") + offset[:, None]
+        terms = [weight[:, i, None] * xs[None, :, i] for i in range(dim)]
+        return linalg.sum_of([offset[:, None], *terms])
+
+    return [coordinate(weights[:, i], offsets[:, i]) for i in range(dim)]
+
+
+def _by_regime(fn: Callable[..., T], zs: Int[Array, "sample"], *leaves: Array) -> T:
+    """Return the entries of fn(leaves of regime z_s) for each sample s, its last axis.
+
+    Selecting between the regimes takes a fortieth of the time of gathering the leaves of each
+    sample, for 10,000 components, 3 regimes and 100 samples.
+
+    Args:
+        fn: a function of the leaves of one regime to arrays whose last axis is `sample`.
+        zs: the regimes.
+        *leaves: arrays of shape `(component, regime, ...)`.
+    """
+    by_regime = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in leaves)
+
+    def choose(values: T, at: tuple) -> tuple[T, None]:
+        j, leaves = at
+
+        def select(new: Array, old: Array) -> Array:
+            return jnp.where(jnp.broadcast_to(zs == j, old.shape), new, old)
+
+        return jax.tree.map(select, fn(*leaves), values), None
+
+    first = fn(*(leaf[0] for leaf in by_regime))
+    rest = (jnp.arange(1, by_regime[0].shape[0]), tuple(leaf[1:] for leaf in by_regime))
+    return lax.scan(choose, first, rest, unroll=8)[0]
 
 
 def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
@@ -168,13 +311,14 @@ def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
         back = nonsingular_law.reverse(mean, scale, weight, bias, noise)
         return predicted, inverse_cholesky(spread), *back
 
-    over_targets = jax.vmap(reverse, in_axes=(None, None, 0, 0, 0))
+    origins, axis = moves.sources(laws)
+    over_targets = jax.vmap(reverse, in_axes=(axis, axis, 0, 0, 0))
     shared = moves.weights.shape[0] == 1
     over_sources = jax.vmap(over_targets, in_axes=(0, 0, *([None if shared else 0] * 3)))
     kernels = (moves.weights, moves.biases, moves.scale_trils)
     if shared:
         kernels = tuple(leaf[0] for leaf in kernels)
-    return Reversed(weights, *over_sources(laws.means, laws.scale_trils, *kernels))
+    return Reversed(weights, *over_sources(*origins, *kernels))
 
 
 class SwitchingMarginals(eqx.Module):
@@ -356,7 +500,7 @@ class SwitchingChain(eqx.Module):
         if key is None:
             raise ValueError("The marginals of a chain with a state are sampled: pass `key`.")
         check_key(key, "SwitchingChain.marginals")
-        return _sampled_marginals(self, self.trace(key, num_samples))
+        return sampled_marginals(self, self.trace(key, num_samples))
 
 
 def _exists(chain: SwitchingChain) -> Any:
@@ -364,44 +508,47 @@ def _exists(chain: SwitchingChain) -> Any:
     return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
 
 
-def _select(key: PRNGKey, log_weights: Float[Array, "component"]) -> Int[Array, ""]:
-    """Draw an index in proportion to its weight."""
-    sums = jnp.cumsum(jnp.exp(log_weights))
-    threshold = jax.random.uniform(key, (), sums.dtype) * sums[-1]
-    return jnp.minimum(jnp.sum(sums <= threshold), sums.shape[0] - 1)
-
-
 @eqx.filter_jit
 def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTrace:
-    terminal, exists, count = chain.terminal, _exists(chain), chain.num_regimes
-    dim, dtype = chain.state_dim, chain.laws.means.dtype
-
-    def draw(key: PRNGKey, law: Mixture) -> tuple:
-        select_key, noise_key = jax.random.split(key)
-        c = _select(select_key, law.log_weights)
-        noise = jax.random.normal(noise_key, (dim,), dtype)
-        x = law.means[c] + linalg.matvec(law.scale_trils[c], noise)
-        return law.regimes[c], x, law.probabilities(count), law.mean, law.covariance
-
-    first_key, rest_key = jax.random.split(key)
-    first = jax.vmap(draw, in_axes=(0, None))(jax.random.split(first_key, num_samples), terminal)
-
-    def back(state: tuple, at: tuple) -> tuple[tuple, tuple]:
-        laws, moves, keys, real = at
-        reversed_moves = reverse_moves(laws, moves)
-
-        def one(key: PRNGKey, z: Array, x: Array) -> tuple:
-            return draw(key, reversed_moves.into(z).law(x, laws.regimes))
-
-        new = jax.vmap(one)(keys, state[0], state[1])
-        if real is not None:
-            new = jax.tree.map(lambda leaf, old: jnp.where(real, leaf, old), new, state)
-        return new, new
-
+    exists, count, dtype = _exists(chain), chain.num_regimes, chain.laws.means.dtype
+    share_key, noise_key = jax.random.split(key)
+    # The draws of all times at once: a scan would spend most of its time on keys.
+    shares = uniforms(share_key, (chain.num_times, num_samples), dtype)
+    noise = jax.random.normal(noise_key, (*shares.shape, chain.state_dim), dtype)
     earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    keys = jax.random.split(rest_key, (chain.num_times - 1, num_samples))
-    _, rest = lax.scan(back, first, (earlier, chain.moves, keys, exists), reverse=True)
-    rows = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), rest, first)
+    few = chain.moves.log_probabilities[:1].size <= FEW_PAIRS
+    kernels = jax.vmap(reverse_moves)(earlier, chain.moves) if few else None
+
+    def back(later: tuple, at: tuple) -> tuple[tuple, tuple]:
+        laws, moves, kernel, shares, noise, real = at
+        kernel = reverse_moves(laws, moves) if kernel is None else kernel
+        z, x = later
+        c = descend(kernel.shares(z, x), shares)[0]
+        earlier = laws.regimes[c], kernel.draw(c, z, x, noise)
+        if real is not None:
+            earlier = jax.tree.map(lambda new, old: jnp.where(real, new, old), earlier, later)
+        return earlier, (earlier, None if few else kernel.moments(laws.regimes, count, z, x))
+
+    law = chain.terminal
+    weights = jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples))
+    c = descend(weights, shares[-1])[0]
+    last = law.regimes[c], law.means[c] + jax.vmap(linalg.matvec)(law.scale_trils[c], noise[-1])
+    rows = (earlier, chain.moves, kernels, shares[:-1], noise[:-1], exists)
+    _, (before, moments) = lax.scan(back, last, rows, reverse=True)
+    zs, xs = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), before, last)
+    if kernels is not None:
+        moments = jax.vmap(lambda kernel, laws, z, x: kernel.moments(laws.regimes, count, z, x))(
+            kernels, earlier, zs[1:], xs[1:]
+        )
+    ends = (law.probabilities(count), law.mean, law.covariance)
+
+    def completed(rows: Array, end: Array) -> Array:
+        end = jnp.broadcast_to(end, (1, num_samples, *end.shape))
+        if exists is not None:
+            rows = where_rows(exists, rows, end)
+        return jnp.concatenate([rows, end])
+
+    rows = (zs, xs, *(completed(*pair) for pair in zip(moments, ends, strict=True)))
     return SwitchingTrace(*(jnp.swapaxes(leaf, 0, 1) for leaf in rows))
 
 
@@ -489,7 +636,8 @@ def _finite_marginals(chain: SwitchingChain, parallel: bool) -> SwitchingMargina
 
 
 @eqx.filter_jit
-def _sampled_marginals(chain: SwitchingChain, trace: SwitchingTrace) -> SwitchingMarginals:
+def sampled_marginals(chain: SwitchingChain, trace: SwitchingTrace) -> SwitchingMarginals:
+    """Return averages of the conditional moments along sampled paths."""
     count = trace.zs.shape[0]
     mean = jnp.mean(trace.means, axis=0)
     shifts = trace.means - mean[None]

@@ -216,9 +216,8 @@ def _seed(
         chances = jnp.where(exists, distances, 0.0)
         centre = jax.random.categorical(keys[j], jnp.log(chances).reshape(-1))
         series, time = centre // exists.shape[1], centre % exists.shape[1]
-        near = (jnp.abs(times - time) <= width / 2) & (jnp.arange(exists.shape[0]) == series)[
-            :, None
-        ]
+        near = (jnp.abs(times - time) <= width / 2)[None, :]
+        near = near & (jnp.arange(exists.shape[0]) == series)[:, None]
         new = jnp.sum(jnp.stack([_distance(each, near & exists) for each in problems]), axis=0)
         all_distances.append(_averaged(new, needed))
         distances = jnp.minimum(distances, new) if j else new

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._learning import ProgressLine
@@ -80,9 +80,8 @@ def em(
     inputs. Noise is kept above 1e-4 of the standard deviation of its variable. Parts in `Frozen`,
     and kernels that are not `LinearGaussianKernel`, are unchanged.
 
-    The E-step of recurrent regimes takes the regime probabilities at the mean of each component,
-    and ignores that a regime informs the state before it. A model without a continuous state has an
-    exact E-step.
+    Recurrent regimes inform the states. For them the E-step draws states as well, from the chain of
+    GPB2 with points. A model without a continuous state has an exact E-step.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -144,8 +143,8 @@ def em(
             None if line is None else lambda i, value, s=start: line(s * num_iterations + i, value)
         )
         runs.append(run.iterate(num_iterations, show))
-    best = max(runs, key=lambda run: run.best_evidence)
-    return best.result(np.array([run.best_evidence for run in runs]))
+    best = max(runs, key=lambda run: run.best.evidence)
+    return best.result(np.array([run.best.evidence for run in runs]))
 
 
 def _progress_line(progress: bool, num_steps: int) -> ProgressLine | None:
@@ -192,10 +191,6 @@ class _Run:
         self.least = least_rows(model)
         self.best = _Best(-np.inf, model, np.zeros(model.num_regimes))
         self.num_rows = _num_rows(batch)
-
-    @property
-    def best_evidence(self) -> float:
-        return self.best.evidence
 
     def iterate(self, num_iterations: int, show: Any) -> "_Run":
         """Alternate E-steps and M-steps."""
@@ -259,7 +254,7 @@ def _num_rows(batch: Series) -> int:
 
 def _worst_rows(
     increments: Float[Array, "batch time"], batch: Series, count: int
-) -> Int[Array, "batch time"]:
+) -> Bool[Array, "batch time"]:
     """Return which rows have the lowest log p(y_k | y_{0:k-1}), among those that exist."""
     values = np.array(increments)
     if batch.length is not None:

@@ -109,17 +109,14 @@ def _enumerate(
         # Paths that differ in padding alone are copies of one path, which share its probability.
         paths = jnp.where(exists[None], paths, 0)
 
-    def of_path(zs: Array) -> tuple[Scalar, Array, Array]:
-        posterior = smooth_series(*given_regimes(model, series, zs), False)
-        law = posterior.chain.marginals()
-        return posterior.log_evidence, law.mean, law.covariance
-
     matrices = log_transitions(model, series)
     steps = jnp.arange(series.num_times - 1)
     priors = jax.vmap(lambda zs: matrices[steps, zs[:-1], zs[1:]])(paths)
     if exists is not None:
         priors = jnp.where(exists[None, 1:], priors, -jnp.log(count))
-    evidences, means, covariances = jax.lax.map(of_path, paths, batch_size=256)
+    evidences, means, covariances = jax.lax.map(
+        lambda zs: smooth_given_regimes(model, series, zs), paths, batch_size=256
+    )
     initial = model.regimes.log_initial()[paths[:, 0]]
     joint = initial + jnp.sum(priors, axis=1) + evidences
     log_evidence = jax.nn.logsumexp(joint)
@@ -141,6 +138,15 @@ def _enumerate(
         jnp.zeros_like(mean),
     )
     return Enumeration(paths, log_weights, log_evidence, marginals)
+
+
+def smooth_given_regimes(
+    model: SwitchingModel, series: Series, zs: Int[Array, "time"]
+) -> tuple[Scalar, Float[Array, "time state"], Float[Array, "time state state"]]:
+    """Return log p(y | z), and the smoothed means and covariances of the states given z."""
+    posterior = smooth_series(*given_regimes(model, series, zs), False)
+    law = posterior.chain.marginals()
+    return posterior.log_evidence, law.mean, law.covariance
 
 
 def given_regimes(

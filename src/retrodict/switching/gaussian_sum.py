@@ -6,6 +6,7 @@ merge before the update, which needs K updates. Both are exact but for the merge
 they return reverses the moves from the filtering laws in closed form, and merges nothing further.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,18 +19,30 @@ from jaxtyping import Array, Float
 from retrodict._arrays import Scalar
 from retrodict._linearised import (
     AbstractRule,
+    AbstractSigmaPoints,
+    Cubature,
+    GaussHermite,
     Taylor,
     law_moments,
     linearise,
     whiten_emission,
 )
-from retrodict._model import Series, unwrap
-from retrodict._numerics import GaussianLaw, condition, law_of, predict
+from retrodict._model import AbstractLinearGaussianKernel, Series, unwrap
+from retrodict._numerics import GaussianLaw, condition, law_of, linalg, predict
 from retrodict.switching.chain import Mixture, Moves, SwitchingChain
-from retrodict.switching.model import SwitchingModel, over_regimes, prepare_switching, require_state
+from retrodict.switching.model import (
+    SwitchingModel,
+    each,
+    over_regimes,
+    prepare_switching,
+    require_state,
+)
 
 Merge = Literal["after", "before"]
 """Whether regimes are merged after the update (GPB2) or before the prediction (IMM)."""
+
+WIDENING = 0.05
+"""The part of its former covariance that a state keeps when the next regime informs it."""
 
 Update = Callable[[GaussianLaw], tuple[GaussianLaw, Array]]
 """A map from predicted laws, with axes (source, regime), to updated laws and log likelihoods."""
@@ -72,7 +85,9 @@ def gpb2_smoother(
 
     For models that are linear and Gaussian given the regimes, the only approximation is the merge
     of K² Gaussians into K at every step. Other kernels are linearised at the laws of each regime,
-    and regimes that depend on the state are evaluated at their means.
+    and the probabilities of regimes that depend on the state are averaged over the points of the
+    rule, with the moments of the state given the next regime. Under `Taylor()` they are those at
+    the mean, and the regime does not inform the state before it.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -91,7 +106,9 @@ def gpb2_smoother(
     Args:
         model: the model, with a continuous state.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        rule: how nonlinear kernels are linearised; by default `Taylor()`.
+        rule: how nonlinear kernels are linearised, and the points for recurrent regimes. By default
+            `Taylor()`; for recurrent regimes `GaussHermite(5)` up to two states, and `Cubature()`
+            for more.
         mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if the model takes them.
         length: the number of rows that exist; the rest is padding.
@@ -140,7 +157,14 @@ def _smoother(
     require_state(model, owner)
     model = unwrap(model)
     series = prepare_switching(model, ys, mask=mask, inputs=inputs, length=length)
-    return smooth_by_merging(model, series, merge, Taylor() if rule is None else rule)
+    return smooth_by_merging(model, series, merge, default_rule(model) if rule is None else rule)
+
+
+def default_rule(model: SwitchingModel) -> AbstractRule:
+    """Return Taylor's rule; for regimes that depend on the state, a rule with points."""
+    if not model.regimes.takes_state:
+        return Taylor()
+    return GaussHermite(5) if model.state_dim <= 2 else Cubature()
 
 
 @eqx.filter_jit
@@ -148,37 +172,19 @@ def smooth_by_merging(
     model: SwitchingModel, series: Series, merge: Merge, rule: AbstractRule
 ) -> SwitchingPosterior:
     """Run a Gaussian-sum filter of an unwrapped model over a prepared series."""
-    count, exists = model.num_regimes, series.exists()
+    exists = series.exists()
 
     def update(row: Series) -> Update:
-        def of_regime(kernel: Any, law: GaussianLaw) -> tuple[GaussianLaw, Array]:
-            def one(law: GaussianLaw) -> tuple[GaussianLaw, Array]:
-                emission = linearise(kernel, rule, law, row.inputs)
-                emitted = whiten_emission(emission, row.ys, row.mask)
-                law, innovation = condition(law, emitted.design, emitted.value)
-                return law, innovation.log_prob + emitted.constant
+        return emission_update(model, rule, row)
 
-            return jax.vmap(one)(law)
-
-        def of_all(laws: GaussianLaw) -> tuple[GaussianLaw, Array]:
-            by_regime = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), laws)
-            updated = over_regimes(model.emission, count, of_regime, by_regime)
-            return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), updated)
-
-        return of_all
-
-    def moves_from(laws: Mixture, u: Array | None) -> Moves:
-        return moves_of(model, rule, laws, u)
-
-    dtype = jnp.result_type(series.ys.dtype, float)
-    means, scales = over_regimes(model.prior, count, lambda law: law_of(*law_moments(law, dtype)))
+    prior = prior_laws(model, jnp.result_type(series.ys.dtype, float))
     at = lambda index: jax.tree.map(lambda leaf: leaf[index], series.rows)  # noqa: E731
-    start = GaussianLaw(means[None], scales[None])
-    first, increment = _updated(model.regimes.log_initial()[None], start, update(at(0)))
+    start = GaussianLaw(prior.means[None], prior.scale_trils[None])
+    first, increment = updated(prior.log_weights[None], start, update(at(0)))
 
     def step(laws: Mixture, at: tuple) -> tuple[Mixture, tuple]:
         row, real = at
-        moves = moves_from(laws, row.inputs)
+        moves = moves_of(model, rule, laws, row.inputs)
         new, increment = filter_step(laws, moves, update(row), merge)
         if real is not None:
             new = jax.tree.map(lambda leaf, old: jnp.where(real, leaf, old), new, laws)
@@ -193,33 +199,103 @@ def smooth_by_merging(
     return SwitchingPosterior(chain, jnp.sum(increments), increments)
 
 
+def prior_laws(model: Any, dtype: Any) -> Mixture:
+    """Return the prior of regimes and states, with one component per regime.
+
+    Args:
+        model: an unwrapped model, or anything with `regimes` and `prior`.
+        dtype: the type of the laws.
+    """
+    count = model.regimes.num_regimes
+    means, scales = over_regimes(model.prior, count, lambda law: law_of(*law_moments(law, dtype)))
+    return Mixture(model.regimes.log_initial().astype(dtype), means, scales, jnp.arange(count))
+
+
+def emission_update(model: SwitchingModel, rule: AbstractRule, row: Series) -> Update:
+    """Return the update of predicted laws by one row, with emissions linearised at these laws."""
+
+    def of_regime(kernel: Any, law: GaussianLaw) -> tuple[GaussianLaw, Array]:
+        def one(law: GaussianLaw) -> tuple[GaussianLaw, Array]:
+            emission = linearise(kernel, rule, law, row.inputs)
+            emitted = whiten_emission(emission, row.ys, row.mask)
+            law, innovation = condition(law, emitted.design, emitted.value)
+            return law, innovation.log_prob + emitted.constant
+
+        return jax.vmap(one)(law)
+
+    def of_all(laws: GaussianLaw) -> tuple[GaussianLaw, Array]:
+        by_regime = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), laws)
+        changed = over_regimes(model.emission, model.num_regimes, of_regime, by_regime)
+        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), changed)
+
+    return of_all
+
+
 def moves_of(
-    model: SwitchingModel, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
+    model: Any, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
 ) -> Moves:
-    """Return the moves of the components of one time, linearised at their laws."""
+    """Return the moves of the components of one time, linearised at their laws.
+
+    Args:
+        model: an unwrapped model, or anything with `regimes` and `transition`.
+        rule: how nonlinear transitions are linearised.
+        laws: the filtering law of one time.
+        u: the input of the next time.
+    """
 
     def of_component(mean: Array, scale: Array) -> Any:
         law = GaussianLaw(mean, scale)
         return over_regimes(
-            model.transition, model.num_regimes, lambda kernel: linearise(kernel, rule, law, u)
+            model.transition,
+            model.regimes.num_regimes,
+            lambda kernel: linearise(kernel, rule, law, u),
         )
 
     sources = (laws.means, laws.scale_trils)
-    if model.is_conditionally_linear_gaussian:
+    if all(isinstance(kernel, AbstractLinearGaussianKernel) for kernel in each(model.transition)):
         sources = jax.tree.map(lambda leaf: leaf[:1], sources)
     affine = jax.vmap(of_component)(*sources)
-    return Moves(log_moves(model, laws, u), *affine)
+    log_probabilities, origins = regime_moves(model, rule, laws, u)
+    return Moves(log_probabilities, *affine, origins)
 
 
-def log_moves(
-    model: SwitchingModel, laws: Mixture, u: Float[Array, "input"] | None
-) -> Float[Array, "component regime"]:
-    """Return the log probabilities of the next regime for each component, at its mean."""
+def regime_moves(
+    model: SwitchingModel, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
+) -> tuple[Float[Array, "component regime"], GaussianLaw | None]:
+    """Return the log probabilities of the next regime, and the law of the state given it.
 
-    def row(mean: Array, regime: Array) -> Array:
-        return model.regimes.log_transition(mean, u)[regime]
+    The joint law of a component's state x and of the next regime j is N(x; m, P) p(j | x). Under a
+    rule with points x_n of weights w_n, with v_nj = w_n p(j | x_n),
 
-    return jax.vmap(row)(laws.means, laws.regimes)
+        p(j) = Σ_n v_nj,    E[x | j] = Σ_n v_nj x_n / p(j),    Cov[x | j] likewise.
+
+    A few points may leave all weight to one of them, so that a part `WIDENING` of P is mixed into
+    the covariance; it changes nothing if the regime does not depend on x. Without points the
+    probabilities are those at m, and the law of x is unchanged.
+    """
+    if not (model.regimes.takes_state and isinstance(rule, AbstractSigmaPoints)):
+        at_mean = jax.vmap(lambda mean, z: model.regimes.log_transition(mean, u)[z])
+        return at_mean(laws.means, laws.regimes), None
+    points = rule.points(laws.means.shape[1])
+    # Points of negative weight are left out, so that the result is a distribution.
+    nodes = jnp.asarray(points.nodes, laws.means.dtype)
+    weights = jnp.maximum(jnp.asarray(points.weights, nodes.dtype), 0.0)[:, None]
+
+    def of_component(mean: Array, scale: Array, z: Array) -> tuple[Array, GaussianLaw]:
+        xs = mean[None] + linalg.matmul(nodes, scale.T)
+        log_rows = jax.vmap(lambda x: model.regimes.log_transition(x, u)[z])(xs)
+        total = jax.nn.logsumexp(log_rows, axis=0, b=weights)
+        shares = weights * jnp.exp(log_rows - total[None])
+
+        def given(share: Array) -> GaussianLaw:
+            centre = jnp.sum(share[:, None] * xs, axis=0)
+            spread = jnp.sqrt((1.0 - WIDENING) * share)[:, None] * (xs - centre[None])
+            columns = jnp.concatenate([spread.T, math.sqrt(WIDENING) * scale], axis=1)
+            return law_of(centre, columns)
+
+        return jax.nn.log_softmax(total), jax.vmap(given, in_axes=1)(shares)
+
+    return jax.vmap(of_component)(laws.means, laws.scale_trils, laws.regimes)
 
 
 def filter_step(
@@ -230,26 +306,35 @@ def filter_step(
     Returns:
         The filtering laws of the next time, and log p(y_k | y_{0:k-1}).
     """
-    weights = laws.log_weights[:, None] + moves.log_probabilities
-    sources = GaussianLaw(laws.means, laws.scale_trils)
-    kernels = (moves.weights, moves.biases, moves.scale_trils)
     if merge == "before":
+        weights = laws.log_weights[:, None] + moves.log_probabilities
+        sources, axis = moves.sources(laws)
         # The law of the earlier state given that the later regime is j, merged over components.
-        mixed = jax.vmap(lambda w: merge_laws(w, sources), in_axes=1)(weights)
+        by_regime = None if axis is None else 1
+        mixed = jax.vmap(merge_laws, in_axes=(1, by_regime))(weights, sources)
+        kernels = (moves.weights, moves.biases, moves.scale_trils)
         at_mean = tuple(jnp.mean(leaf, axis=0) for leaf in kernels)
         predicted = jax.vmap(predict)(mixed, *at_mean)
         predicted = jax.tree.map(lambda leaf: leaf[None], predicted)
         weights = jax.nn.logsumexp(weights, axis=0)[None]
     else:
-        kernels = tuple(
-            jnp.broadcast_to(leaf, (laws.means.shape[0], *leaf.shape[1:])) for leaf in kernels
-        )
-        to_regimes = jax.vmap(predict, in_axes=(None, 0, 0, 0))
-        predicted = jax.vmap(to_regimes)(sources, *kernels)
-    return _updated(weights, predicted, update)
+        weights, predicted = predict_pairs(laws, moves)
+    return updated(weights, predicted, update)
 
 
-def _updated(
+def predict_pairs(laws: Mixture, moves: Moves) -> tuple[Float[Array, "source regime"], GaussianLaw]:
+    """Return the log weights and the predicted laws of all pairs of a component and a regime."""
+    sources, axis = moves.sources(laws)
+    kernels = tuple(
+        jnp.broadcast_to(leaf, (laws.means.shape[0], *leaf.shape[1:]))
+        for leaf in (moves.weights, moves.biases, moves.scale_trils)
+    )
+    to_regimes = jax.vmap(predict, in_axes=(axis, 0, 0, 0))
+    predicted = jax.vmap(to_regimes)(sources, *kernels)
+    return laws.log_weights[:, None] + moves.log_probabilities, predicted
+
+
+def updated(
     log_weights: Float[Array, "source regime"], predicted: GaussianLaw, update: Update
 ) -> tuple[Mixture, Scalar]:
     """Update predicted laws, and merge those of each regime."""

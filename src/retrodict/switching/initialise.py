@@ -23,7 +23,13 @@ from retrodict._model import (
     unwrap,
 )
 from retrodict.switching.clustering import Problem, cluster
-from retrodict.switching.maximise import Rows, emission_rows, maximise, transition_rows
+from retrodict.switching.maximise import (
+    Rows,
+    emission_rows,
+    maximise,
+    partly_missing,
+    transition_rows,
+)
 from retrodict.switching.model import (
     SwitchingModel,
     each,
@@ -207,11 +213,8 @@ def _components(
         jnp.asarray(weights[:, dim], dtype),
         Diagonal(std) if diagonal else jnp.diag(std),
     )
-    # The M-step of an emission needs rows that are observed as a whole.
-    partly = batch.mask is not None and bool(
-        jnp.any(jnp.any(batch.mask, axis=-1) & ~jnp.all(batch.mask, axis=-1))
-    )
-    return (Frozen(emission) if partly else emission), xs
+    # Exact EM learns emissions from rows that are observed as a whole.
+    return (Frozen(emission) if partly_missing(batch) else emission), xs
 
 
 def _filled(batch: Series) -> Float[np.ndarray, "batch time obs"]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from retrodict._arrays import Scalar
 from retrodict._numerics import linalg
 
-RIDGE = 1e-3
+RIDGE = 1e-5
 """The precision of the normal prior of coefficients, for features of unit variance."""
 
 NUM_STEPS = 12
@@ -62,7 +62,9 @@ def multinomial_regression(
         slope = linalg.matmul(residuals.T, features) - RIDGE * theta
         curvature = _curvature(features, probabilities, total)
         flat = curvature.reshape(count * num_features, count * num_features)
-        flat = flat + RIDGE * jnp.eye(flat.shape[0], dtype=flat.dtype)
+        # Adding a vector to θ of all classes changes nothing: the damping also stands for rounding.
+        damping = RIDGE + 10 * jnp.finfo(flat.dtype).eps * jnp.trace(flat)
+        flat = flat + damping * jnp.eye(flat.shape[0], dtype=flat.dtype)
         direction = jnp.linalg.solve(flat, slope.reshape(-1)).reshape(theta.shape)
         options = jnp.stack([theta + size * direction for size in STEP_SIZES])
         values = jnp.nan_to_num(lax.map(objective, options), nan=-jnp.inf)

@@ -80,15 +80,11 @@ def maximise(model: SwitchingModel, moments: RegimeMoments, batch: Series) -> Sw
                 kernel, transition_rows(kernel, moments, batch), j, spread
             ),
         )
-    if _learns(emission, "emission"):
-        refuse_partly_missing_rows(batch)
     data_spread = _data_spread(batch)
     emission = _per_regime(
         emission,
         "emission",
-        lambda kernel, j: _new_kernel(
-            kernel, emission_rows(kernel, moments, batch), j, data_spread
-        ),
+        lambda kernel, j: _new_emission(kernel, moments, batch, j, data_spread),
     )
     regimes = _new_regimes(model.regimes, moments, batch)
     return SwitchingModel(regimes, emission, prior, transition)
@@ -128,12 +124,6 @@ def _per_regime(part: Any, name: str, learn: Any) -> Any:
     if isinstance(part, tuple):
         return tuple(one(value, regime) for regime, value in enumerate(part))
     return one(part, None)
-
-
-def _learns(part: Any, name: str) -> bool:
-    """Return whether some kernel of a part is learned."""
-    kernels = part if isinstance(part, tuple) else (part,)
-    return any(isinstance(k, LinearGaussianKernel) and not is_frozen(k, name) for k in kernels)
 
 
 @eqx.filter_jit
@@ -187,6 +177,42 @@ def _regression(
     new = regression(kernel, means, covariances, weights)
     scale = _noise_above(new.scale_tril, spread)
     return LinearGaussianKernel(new.weight, new.bias, scale, new.input_weight)
+
+
+def _new_emission(
+    kernel: LinearGaussianKernel,
+    moments: RegimeMoments,
+    batch: Series,
+    regime: int | None,
+    spread: Float[Array, "obs"],
+) -> LinearGaussianKernel:
+    """Learn an emission; columns with gaps of their own one by one, if their noise is diagonal."""
+    if not partly_missing(batch):
+        return _new_kernel(kernel, emission_rows(kernel, moments, batch), regime, spread)
+    fixed = unwrap(kernel)
+    if not isinstance(fixed.scale_tril, Diagonal):
+        refuse_partly_missing_rows(batch)
+
+    def column(leaf: Any, i: int) -> Any:
+        return None if leaf is None else leaf[..., i : i + 1]
+
+    def output(i: int) -> LinearGaussianKernel:
+        rows = slice(i, i + 1)
+        inputs = None if fixed.input_weight is None else fixed.input_weight[rows]
+        scale = Diagonal(fixed.scale_tril.std[rows])
+        one = LinearGaussianKernel(fixed.weight[rows], fixed.bias[rows], scale, inputs)
+        series = Series(column(batch.ys, i), column(batch.mask, i), batch.inputs, batch.length)
+        return _new_kernel(one, emission_rows(one, moments, series), regime, spread[rows])
+
+    learned = [output(i) for i in range(batch.ys.shape[-1])]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *learned)
+
+
+def partly_missing(batch: Series) -> bool:
+    """Return whether some entries of a row are observed and others are not."""
+    if batch.mask is None:
+        return False
+    return bool(jnp.any(jnp.any(batch.mask, axis=-1) & ~jnp.all(batch.mask, axis=-1)))
 
 
 def _new_prior(

@@ -14,8 +14,8 @@ from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, is_concre
 from retrodict._model import (
     AbstractKernel,
     AbstractLinearGaussianKernel,
+    AbstractModel,
     AbstractParameter,
-    AbstractWhole,
     DistributionKernel,
     Gaussian,
     Series,
@@ -42,7 +42,7 @@ def _as_parts(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-class SwitchingModel(AbstractWhole):
+class SwitchingModel(AbstractModel):
     """A state-space model whose kernels are selected by a finite regime z_k.
 
     p(z_0) χ_{z_0}(x_0) g_{z_0}(x_0, y_0) ∏_{k≥1} p(z_k | z_{k-1}, x_{k-1}) m_{z_k}(x_{k-1}, x_k)
@@ -84,9 +84,9 @@ class SwitchingModel(AbstractWhole):
     """
 
     regimes: Any
-    emission: Any = eqx.field(converter=_as_parts)
-    prior: Any = eqx.field(default=None, converter=_as_parts)
-    transition: Any = eqx.field(default=None, converter=_as_parts)
+    emission: Any = eqx.field(converter=_as_parts)  # pyright: ignore
+    prior: Any = eqx.field(default=None, converter=_as_parts)  # pyright: ignore
+    transition: Any = eqx.field(default=None, converter=_as_parts)  # pyright: ignore
     num_lags: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
@@ -148,6 +148,10 @@ class SwitchingModel(AbstractWhole):
     ) -> Series:
         """Return validated data; the arguments are those of `StateSpaceModel.series`."""
         return prepare_switching(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
+
+    def batch(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Series:
+        """Return several validated series; the arguments are those of `series`, with a batch."""
+        return prepare_switching_batch(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
 
     def simulate(
         self, key: PRNGKey, num_times: int, *, inputs: Any = None

@@ -1,8 +1,10 @@
 """Expected sufficient statistics of switching models, from sampled paths of regimes.
 
-Given a path of regimes, the states of a model with linear-Gaussian kernels have an exact Gaussian
-law. Paths are drawn from the chain of GPB2, and the moments of their Kalman smoothers averaged
-(Rao–Blackwell), so that only the regimes are sampled. With one regime the moments are exact.
+Given a path of regimes that ignore the state, the states of a model with linear-Gaussian kernels
+have an exact Gaussian law. Paths are drawn from the chain of GPB2, and the moments of their Kalman
+smoothers averaged (Rao–Blackwell), so that only the regimes are sampled. With one regime the
+moments are exact. Recurrent regimes inform the states, and no such law exists: then paths of
+regimes and states are drawn together, with the moments of each state given the next one.
 """
 
 import equinox as eqx
@@ -12,10 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey
 from retrodict._exact import smooth_series
-from retrodict._linearised import Taylor
 from retrodict._model import Series
+from retrodict.switching.chain import SwitchingTrace
 from retrodict.switching.enumeration import given_regimes
-from retrodict.switching.gaussian_sum import smooth_by_merging
+from retrodict.switching.gaussian_sum import default_rule, smooth_by_merging
 from retrodict.switching.model import SwitchingModel
 
 
@@ -87,17 +89,13 @@ def draw_paths(model: SwitchingModel, batch: Series, key: PRNGKey, num_samples: 
 
 
 def _draw(model: SwitchingModel, series: Series, key: PRNGKey, num_samples: int) -> Paths:
-    posterior = smooth_by_merging(model, series, "after", Taylor())
+    posterior = smooth_by_merging(model, series, "after", default_rule(model))
     regime_key, state_key = jax.random.split(key)
     trace = posterior.chain.trace(regime_key, num_samples)
-
-    def of_path(zs: Array, key: PRNGKey) -> tuple:
-        chain = smooth_series(*given_regimes(model, series, zs), False).chain
-        laws, pairs = chain.marginals(), chain.pairwise()
-        xs = chain.sample(key, 1)[0]
-        return xs, laws.mean, laws.covariance, pairs.mean, pairs.covariance
-
-    states = jax.vmap(of_path)(trace.zs, jax.random.split(state_key, num_samples))
+    if model.regimes.takes_state:
+        states = _along(trace)
+    else:
+        states = _given_paths(model, series, trace.zs, state_key)
     xs, means, covariances, pair_means, pair_covariances = states
     return Paths(
         trace.zs,
@@ -110,6 +108,29 @@ def _draw(model: SwitchingModel, series: Series, key: PRNGKey, num_samples: int)
         posterior.log_evidence,
         posterior.log_evidence_increments,
     )
+
+
+def _given_paths(
+    model: SwitchingModel, series: Series, zs: Int[Array, "sample time"], key: PRNGKey
+) -> tuple[Array, ...]:
+    """Return draws and moments of the states given each path of regimes."""
+
+    def of_path(zs: Array, key: PRNGKey) -> tuple[Array, ...]:
+        chain = smooth_series(*given_regimes(model, series, zs), False).chain
+        laws, pairs = chain.marginals(), chain.pairwise()
+        xs = chain.sample(key, 1)[0]
+        return xs, laws.mean, laws.covariance, pairs.mean, pairs.covariance
+
+    return jax.vmap(of_path)(zs, jax.random.split(key, zs.shape[0]))
+
+
+def _along(trace: SwitchingTrace) -> tuple[Array, ...]:
+    """Return the sampled states, and the moments of each given the regime and state after it."""
+    xs, dim = trace.xs, trace.xs.shape[-1]
+    pair_means = jnp.concatenate([trace.means[:, :-1], xs[:, 1:]], axis=-1)
+    padding = ((0, 0), (0, 0), (0, dim), (0, dim))
+    certain = jnp.zeros_like(trace.covariances)
+    return xs, xs, certain, pair_means, jnp.pad(trace.covariances[:, :-1], padding)
 
 
 @eqx.filter_jit

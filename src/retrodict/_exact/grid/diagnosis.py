@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from retrodict._arrays import Scalar
+from retrodict._arrays import Scalar, is_concrete
 from retrodict._exact.grid.mesh import EDGE, Grid
 
 MAX_ESCAPING = 0.25
@@ -102,6 +102,30 @@ def first_violation(
         status = jnp.where(violated, int(code), status)
         time = jnp.where(violated, jnp.argmax(measured), time)
     return status, time
+
+
+def refuse_inadequate(posterior: Any) -> None:
+    """Raise a `ValueError` with the remedy if the status of a posterior on a grid is not fine."""
+    status = posterior.status
+    if not is_concrete(status):
+        raise ValueError("check needs a concrete status: call it outside of jit and vmap.")
+    if np.all(np.asarray(status) == Status.FINE):
+        return
+    if np.ndim(status) > 0:
+        raise ValueError(
+            f"The grid is inadequate for the series {np.flatnonzero(status).tolist()} of the batch."
+            " Check each separately: jax.tree.map(lambda leaf: leaf[i], posterior).check()."
+        )
+    raise ValueError(
+        explain(
+            Status(int(status)),
+            int(posterior.status_time),
+            posterior.diagnostics,
+            posterior.grid,
+            (posterior.mean, posterior.covariance),
+            float(posterior.tolerance),
+        )
+    )
 
 
 def explain(

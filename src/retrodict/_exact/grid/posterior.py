@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, Scalar, as_probabilities, check_count, check_key, is_concrete
-from retrodict._exact.grid.diagnosis import Diagnostics, ErrorEstimate, Status, explain
+from retrodict._exact.grid.diagnosis import Diagnostics, ErrorEstimate, refuse_inadequate
 from retrodict._exact.grid.mesh import Grid
 from retrodict._exact.grid.transition import (
     BLOCK_ENTRIES,
@@ -124,25 +124,7 @@ class GridPosterior(eqx.Module):
 
     def check(self) -> "GridPosterior":
         """Return the posterior; raise a `ValueError` with the remedy if the grid is inadequate."""
-        if not is_concrete(self.status):
-            raise ValueError("check needs a concrete status: call it outside of jit and vmap.")
-        if np.any(np.asarray(self.status) != Status.FINE):
-            if np.ndim(self.status) > 0:
-                raise ValueError(
-                    "The grid is inadequate for the series"
-                    f" {np.flatnonzero(self.status).tolist()} of the batch. Check each separately:"
-                    " jax.tree.map(lambda leaf: leaf[i], posterior).check()."
-                )
-            raise ValueError(
-                explain(
-                    Status(int(self.status)),
-                    int(self.status_time),
-                    self.diagnostics,
-                    self.grid,
-                    (self.mean, self.covariance),
-                    float(self.tolerance),
-                )
-            )
+        refuse_inadequate(self)
         return self
 
     def expectation(self, fn: Callable[[Array], Array]) -> Float[Array, "time ..."]:

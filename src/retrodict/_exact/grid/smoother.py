@@ -122,9 +122,7 @@ def grid_smoother(
         ValueError: if shapes do not match, or the grid does not cover the mass or is too coarse.
     """
     model = unwrap(model)
-    if not isinstance(grid, Grid):
-        raise TypeError(f"grid_smoother expects a Grid, got {type(grid).__name__}.")
-    _check_dimension(model, grid)
+    check_grid(grid, model.state_dim, "ffbsi, or kalman_smoother if the model is linear Gaussian")
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     transition: Any = model.transition
     u = None if series.inputs is None else series.inputs[0]
@@ -144,7 +142,11 @@ def _run(
     grid = _in_common_precision(model, series, grid)
     passes = _smooth(model, series, grid, kinds[0])
     rough = _smooth(model, series, grid.coarser(), kinds[1])
-    diagnostics = _diagnose(passes, grid, _mass_outside(model, series, grid))
+    first = jax.tree.map(lambda leaf: leaf[0], (series.ys, series.mask, series.inputs))
+    outside = mass_outside(
+        lambda points: log_prior(model, points) + log_emission(model, points, *first), grid
+    )
+    diagnostics = diagnose(passes, grid, outside)
     status, time = judge(passes.increments, diagnostics, tolerance)
     return GridPosterior(
         grid=grid,
@@ -154,7 +156,7 @@ def _run(
         covariance=passes.covariance,
         log_evidence=jnp.sum(passes.increments),
         log_evidence_increments=passes.increments,
-        error=_estimate_errors(passes, rough, diagnostics.boundary_mass, grid),
+        error=estimate_errors(passes, rough, diagnostics.boundary_mass, grid),
         diagnostics=diagnostics,
         status=status,
         status_time=time,
@@ -173,16 +175,25 @@ def _in_common_precision(model: StateSpaceModel, series: Series, grid: Grid) -> 
     return Grid(grid.lower.astype(dtype), grid.upper.astype(dtype), grid.num_points)
 
 
-def _check_dimension(model: StateSpaceModel, grid: Grid) -> None:
-    if model.state_dim not in (1, 2):
+def check_grid(grid: Any, state_dim: int, others: str) -> None:
+    """Refuse anything but a grid of the dimension of the state.
+
+    Args:
+        grid: the grid.
+        state_dim: the dimension of the state.
+        others: the smoothers to use for other dimensions.
+    """
+    if not isinstance(grid, Grid):
+        raise TypeError(f"grid_smoother expects a Grid, got {type(grid).__name__}.")
+    if state_dim not in (1, 2):
         raise ValueError(
             f"grid_smoother takes a state of dimension 1 or 2, got a model with state dimension"
-            f" {model.state_dim}. Use ffbsi, or kalman_smoother if the model is linear Gaussian."
+            f" {state_dim}. Use {others}."
         )
-    if grid.dim != model.state_dim:
+    if grid.dim != state_dim:
         raise ValueError(
-            f"The model has a state of dimension {model.state_dim}: `lower` and `upper` of the grid"
-            f" must have shape ({model.state_dim},), got ({grid.dim},)."
+            f"The model has a state of dimension {state_dim}: `lower` and `upper` of the grid"
+            f" must have shape ({state_dim},), got ({grid.dim},)."
         )
 
 
@@ -220,7 +231,7 @@ def _smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> P
         back, filter_weights[-1], (filter_weights[:-1], predicted, later, exists[1:]), reverse=True
     )
     weights = jnp.concatenate([weights, filter_weights[-1:]])
-    mean, covariance = _moments(weights, grid.points)
+    mean, covariance = moments_on_points(weights, grid.points)
     return Passes(filter_weights, weights, mean, covariance, increments, escaping, excess)
 
 
@@ -271,7 +282,7 @@ def increments(
 
 def log_prior(model: StateSpaceModel, points: Array) -> Float[Array, "point"]:
     """Return the log density of the prior at the points."""
-    return _at_points(lambda x: jnp.sum(jnp.asarray(model.prior.log_prob(x))), points)
+    return at_points(lambda x: jnp.sum(jnp.asarray(model.prior.log_prob(x))), points)
 
 
 def log_emission(
@@ -279,27 +290,30 @@ def log_emission(
 ) -> Float[Array, "point"]:
     """Return the log density of the observed entries at one time, at the points."""
     emission: Any = model.emission
-    return _at_points(lambda x: emission.log_prob(x, y, u=u, mask=mask), points)
+    return at_points(lambda x: emission.log_prob(x, y, u=u, mask=mask), points)
 
 
-def _at_points(fn: Callable[[Array], Array], points: Array) -> Float[Array, "point"]:
+def at_points(fn: Callable[[Array], Array], points: Array) -> Float[Array, "point *values"]:
+    """Return the values of a function at all points, a block of points at a time."""
     return map_rows(fn, points, VALUES_PER_POINT).astype(points.dtype)
 
 
-def _mass_outside(model: StateSpaceModel, series: Series, grid: Grid) -> Float[Array, ""]:
-    """Return the fraction of p(x_0 | y_0) outside of the box, within a box three times as wide."""
+def mass_outside(log_joint: Callable[[Array], Array], grid: Grid) -> Float[Array, ""]:
+    """Return the fraction of p(x_0 | y_0) outside of the box, within a box three times as wide.
+
+    Args:
+        log_joint: a function of points to log p(x_0, y_0) at these points.
+        grid: the grid.
+    """
     wide, outside = grid.surroundings()
-    mask = None if series.mask is None else series.mask[0]
-    u = None if series.inputs is None else series.inputs[0]
-    log_mass = log_prior(model, wide.points) + wide.log_quadrature
-    log_mass = log_mass + log_emission(model, wide.points, series.ys[0], mask, u)
+    log_mass = log_joint(wide.points) + wide.log_quadrature
     # Outside of the box a model may be undefined, for example the logarithm of a negative state.
     log_mass = jax.lax.stop_gradient(jnp.where(jnp.isfinite(log_mass), log_mass, -jnp.inf))
     mass = jnp.exp(log_mass - jnp.max(log_mass))
     return jnp.sum(jnp.where(outside, mass, 0.0)) / jnp.sum(mass)
 
 
-def _moments(
+def moments_on_points(
     weights: Float[Array, "time point"], points: Float[Array, "point state"]
 ) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
     """Return the means and covariances of laws on the points."""
@@ -329,7 +343,7 @@ def _resolution(weights: Float[Array, "time point"], grid: Grid) -> Float[Array,
     return 0.5 / jnp.sqrt(-jnp.log(jnp.clip(ratio, limits.tiny, 1.0 - limits.eps)))
 
 
-def _diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
+def diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
     """Measure how well the grid represents the posterior.
 
     Args:
@@ -346,7 +360,7 @@ def _diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
     )
 
 
-def _estimate_errors(
+def estimate_errors(
     fine: Passes, rough: Passes, boundary_mass: Float[Array, "time"], grid: Grid
 ) -> ErrorEstimate:
     """Estimate errors from a second run with three quarters of the points and the mass at the edge.
