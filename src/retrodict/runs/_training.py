@@ -69,7 +69,7 @@ class Learned(NamedTuple):
         details: further entries of the record.
     """
 
-    model: AnyModel
+    model: Any
     history: np.ndarray
     total: float
     method: str
