@@ -53,7 +53,7 @@ class Run:
     Attributes:
         path: its folder.
         spec: the specification of the model.
-        model: the fitted model.
+        model: the fitted model, a `StateSpaceModel` or a `SwitchingModel`.
         family: the trained family; `None` for linear-Gaussian models and those with regimes, which
             need none.
         record: the content of `run.json`: layout of the table, options, data, results.
@@ -61,7 +61,7 @@ class Run:
 
     path: Path
     spec: models.ModelSpec
-    model: AnyModel
+    model: Any
     family: rd.AbstractFamily | None
     record: Mapping[str, Any]
 
@@ -313,7 +313,7 @@ def parameter_entries(model: AnyModel, columns: Sequence[str]) -> dict[str, Entr
     }
 
 
-def with_structure_of(before: AnyModel, learned: AnyModel) -> AnyModel:
+def with_structure_of(before: Any, learned: Any) -> Any:
     """Return the learned model with the structure of the original model.
 
     Scales that were plain arrays are wrapped while they are learned, to stay positive. A checkpoint
