@@ -27,7 +27,7 @@ from retrodict._model import (
     unwrap,
 )
 from retrodict._numerics import GaussianLaw, condition, linalg
-from retrodict.switching.chain import Mixture, Moves, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
 from retrodict.switching.gaussian_sum import (
     Update,
     default_rule,
@@ -37,6 +37,7 @@ from retrodict.switching.gaussian_sum import (
     prior_laws,
     updated,
 )
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import (
     SwitchingModel,
     each,
