@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.helpers.assertions import assert_close, raises_with
+from assertions import assert_close, raises_with
 
 import retrodict as rd
 

@@ -149,7 +149,7 @@ class AbstractPreparedFamily(AbstractFamily):
     """A family whose `prepare` checks model and data first."""
 
     @abstractmethod
-    def started(self: F, model: AbstractModel, batch: Series) -> F:
+    def started(self: F, model: Any, batch: Series) -> F:
         """Return the family in the units of checked series, started near the model's prior chain.
 
         Args:

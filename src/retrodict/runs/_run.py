@@ -26,8 +26,8 @@ from retrodict.runs._record import (
     read_record,
 )
 
-AnyModel: TypeAlias = rd.StateSpaceModel | rd.switching.SwitchingModel
-"""The models that a run may have."""
+AnyModel: TypeAlias = Any
+"""The models that a run may have, one of `models.MODELS`."""
 
 Model: TypeAlias = str | AnyModel | Callable[[], AnyModel] | models.ModelSpec
 """The models that `retrodict.models.load` accepts."""
@@ -188,7 +188,7 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
                 " fit a model that is named as module:name."
             )
         raise RunError(f"{path}: {error}{remedy}", model=...) from error
-    if not isinstance(loaded, AnyModel):
+    if not isinstance(loaded, models.MODELS):
         raise RunError(f"{path / MODEL} contains no model. Fit again to another folder.")
     if family is not None and not isinstance(family, rd.AbstractFamily):
         raise RunError(f"{path / FAMILY} contains no family. Fit again to another folder.")

@@ -37,7 +37,7 @@ Densities of the chain are evaluated with its parameters fixed: their score has 
 and without it the gradient of an exact chain is zero for every sample.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -294,7 +294,7 @@ def _move_ratio(
     if model.is_finite:
         return switched
 
-    def by_model(kernel: Array, x: Array, before: Array) -> Array:
+    def by_model(kernel: Any, x: Array, before: Array) -> Array:
         return jax.vmap(lambda one: kernel.log_prob(one, x, u))(before)
 
     def by_chain(x: Array, before: Array, weight: Array, bias: Array, scale: Array) -> Array:
