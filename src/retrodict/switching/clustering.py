@@ -241,5 +241,6 @@ def _distance(problem: Problem, near: Array) -> Float[Array, "batch time"]:
 
 def _averaged(values: Float[Array, "batch time"], width: int) -> Float[Array, "batch time"]:
     """Return moving averages, which a regime that persists shares with its neighbours."""
+    width = min(width, values.shape[1])
     kernel = jnp.ones(width, values.dtype) / width
     return jax.vmap(lambda row: jnp.convolve(row, kernel, mode="same"))(values)
