@@ -25,6 +25,9 @@ PRIOR_ROWS = 0.1
 WINDOW = 0.02
 """The length of the stretch that seeds a regression, as a fraction of the rows."""
 
+MAX_ROWS = 200_000
+"""Seeds are processed together up to this number of rows, counted once per seed."""
+
 
 class Problem(NamedTuple):
     """A regression whose coefficients and noise depend on the regime.
@@ -115,7 +118,9 @@ def _cluster(
         state, _ = lax.scan(iterate, start, None, length=NUM_ITERATIONS)
         return _iterate(problems, priors, exists, state)
 
-    states, pairs = lax.map(run, keys)
+    # Each step of a scan is small, so that seeds share it as far as memory allows.
+    together = max(1, min(keys.shape[0], MAX_ROWS // exists.size))
+    states, pairs = lax.map(run, keys, batch_size=together)
     best = jnp.argmax(jnp.nan_to_num(states.log_evidence, nan=-jnp.inf))
     return states.probabilities[best], pairs[best]
 
@@ -236,5 +241,6 @@ def _distance(problem: Problem, near: Array) -> Float[Array, "batch time"]:
 
 def _averaged(values: Float[Array, "batch time"], width: int) -> Float[Array, "batch time"]:
     """Return moving averages, which a regime that persists shares with its neighbours."""
+    width = min(width, values.shape[1])
     kernel = jnp.ones(width, values.dtype) / width
     return jax.vmap(lambda row: jnp.convolve(row, kernel, mode="same"))(values)
