@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import statsmodels.api as sm
-from tests.helpers.statsmodels_series import statsmodels_series
+from statsmodels_series import statsmodels_series
 
 import retrodict as rd
 from retrodict.switching import (

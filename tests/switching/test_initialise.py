@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.helpers.assertions import raises_with
+from assertions import raises_with
 
 import retrodict as rd
 

@@ -3,7 +3,7 @@
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -48,27 +48,13 @@ from retrodict._model.series import (
 from retrodict.distributed import is_multi_process, to_hosts
 
 M = TypeVar("M", bound="AbstractModel")
-T = TypeVar("T")
-
-if TYPE_CHECKING:
-    # A type checker would take abstract variables for properties.
-    Abstract = Annotated[T, "a field that final classes declare"]
-else:
-    Abstract = eqx.AbstractVar
 
 
 class AbstractModel(AbstractWhole):
     """A joint law of hidden variables and of series, from which `fit` learns.
 
-    Attributes:
-        prior: the law of the first state.
-        transition: the kernel of the states.
-        emission: the kernel from states to observations.
+    It has fields `prior`, `transition` and `emission`.
     """
-
-    prior: Abstract[Any]
-    transition: Abstract[Any]
-    emission: Abstract[Any]
 
     @property
     @abstractmethod

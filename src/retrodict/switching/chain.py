@@ -508,6 +508,12 @@ def _exists(chain: SwitchingChain) -> Any:
     return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
 
 
+def _all_reversed(chain: SwitchingChain) -> Reversed:
+    """Reverse the moves of all times at once."""
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    return jax.vmap(reverse_moves)(earlier, chain.moves)
+
+
 @eqx.filter_jit
 def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTrace:
     exists, count, dtype = _exists(chain), chain.num_regimes, chain.laws.means.dtype
@@ -515,12 +521,13 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     # The draws of all times at once: a scan would spend most of its time on keys.
     shares = uniforms(share_key, (chain.num_times, num_samples), dtype)
     noise = jax.random.normal(noise_key, (*shares.shape, chain.state_dim), dtype)
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
     few = chain.moves.log_probabilities[:1].size <= FEW_PAIRS
-    kernels = jax.vmap(reverse_moves)(earlier, chain.moves) if few else None
+    kernels = _all_reversed(chain) if few else None
 
     def back(later: tuple, at: tuple) -> tuple[tuple, tuple]:
-        laws, moves, kernel, shares, noise, real = at
+        k, moves, kernel, shares, noise, real = at
+        # The laws of one row only: a copy of all but the last is as large as the chain.
+        laws = jax.tree.map(lambda leaf: leaf[k], chain.laws)
         kernel = reverse_moves(laws, moves) if kernel is None else kernel
         z, x = later
         c = descend(kernel.shares(z, x), shares)[0]
@@ -533,12 +540,13 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     weights = jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples))
     c = descend(weights, shares[-1])[0]
     last = law.regimes[c], law.means[c] + jax.vmap(linalg.matvec)(law.scale_trils[c], noise[-1])
-    rows = (earlier, chain.moves, kernels, shares[:-1], noise[:-1], exists)
+    steps = jnp.arange(chain.num_times - 1)
+    rows = (steps, chain.moves, kernels, shares[:-1], noise[:-1], exists)
     _, (before, moments) = lax.scan(back, last, rows, reverse=True)
     zs, xs = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), before, last)
     if kernels is not None:
-        moments = jax.vmap(lambda kernel, laws, z, x: kernel.moments(laws.regimes, count, z, x))(
-            kernels, earlier, zs[1:], xs[1:]
+        moments = jax.vmap(lambda kernel, regimes, z, x: kernel.moments(regimes, count, z, x))(
+            kernels, chain.laws.regimes[:-1], zs[1:], xs[1:]
         )
     ends = (law.probabilities(count), law.mean, law.covariance)
 

@@ -19,7 +19,7 @@ NARROW = 3e-4
 
 
 class SwitchingFit(eqx.Module):
-    """The result of `switching.fit_evidence`, and of `switching.em` for hidden Markov models.
+    """The result of `switching.fit_evidence` and `switching.em`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd

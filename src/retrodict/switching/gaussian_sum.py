@@ -254,13 +254,13 @@ def moves_of(
     sources = (laws.means, laws.scale_trils)
     if all(isinstance(kernel, AbstractLinearGaussianKernel) for kernel in each(model.transition)):
         sources = jax.tree.map(lambda leaf: leaf[:1], sources)
-    affine = jax.vmap(of_component)(*sources)
+    weights, biases, scales = jax.vmap(of_component)(*sources)
     log_probabilities, origins = regime_moves(model, rule, laws, u)
-    return Moves(log_probabilities, *affine, origins)
+    return Moves(log_probabilities, weights, biases, scales, origins)
 
 
 def regime_moves(
-    model: SwitchingModel, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
+    model: Any, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
 ) -> tuple[Float[Array, "component regime"], GaussianLaw | None]:
     """Return the log probabilities of the next regime, and the law of the state given it.
 

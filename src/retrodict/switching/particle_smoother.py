@@ -254,8 +254,8 @@ def _moves(rows: _Rows, regimes: Int[Array, "time particle"]) -> Moves:
     log_probabilities = jax.vmap(lambda matrix, here: matrix[here])(
         rows.log_transition[:-1], regimes[:-1]
     )
-    kernels = (leaf[:-1, None] for leaf in (rows.weight, rows.bias, rows.scale))
-    return Moves(log_probabilities, *kernels)
+    weights, biases, scales = (leaf[:-1, None] for leaf in (rows.weight, rows.bias, rows.scale))
+    return Moves(log_probabilities, weights, biases, scales)
 
 
 def _filter(
