@@ -96,7 +96,7 @@ class AbstractFamily(eqx.Module):
     @abstractmethod
     def prepare(
         self,
-        model: AbstractModel,
+        model: Any,
         ys: Any,
         *,
         mask: Any = None,
@@ -153,7 +153,7 @@ class AbstractPreparedFamily(AbstractFamily):
     """A family whose `prepare` checks model and data first."""
 
     @abstractmethod
-    def started(self: F, model: AbstractModel, batch: Series) -> F:
+    def started(self: F, model: Any, batch: Series) -> F:
         """Return the family in the units of checked series, started near the model's prior chain.
 
         Args:
@@ -163,7 +163,7 @@ class AbstractPreparedFamily(AbstractFamily):
 
     def prepare(
         self: F,
-        model: AbstractModel,
+        model: Any,
         ys: Any,
         *,
         mask: Any = None,

@@ -96,7 +96,7 @@ class ElboLoss(eqx.Module):
             parallel=self.parallel,
         )
 
-    def pair(self, parameters: PyTree) -> tuple[Any, AbstractModel]:
+    def pair(self, parameters: PyTree) -> tuple[Any, Any]:
         """Return family and model with these parameters, unwrapped."""
         return unwrap(eqx.combine(parameters, self.fixed))
 

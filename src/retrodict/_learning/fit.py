@@ -253,7 +253,7 @@ def _stacked(first: PyTree, others: list[PyTree]) -> tuple[PyTree, int | None]:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others), 1 + len(others)
 
 
-def default_estimator(family: AbstractFamily, model: AbstractModel) -> AbstractEstimator:
+def default_estimator(family: AbstractFamily, model: Any) -> AbstractEstimator:
     """Return the cheapest estimator of the ELBO that family and model allow."""
     if not isinstance(family, AbstractLinearGaussianFamily):
         return BackwardSampling(family.num_paths, by_component=True, stop_score=True)

@@ -1,7 +1,7 @@
 """The result of `fit`, and whether it overfits or underfits."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from retrodict._families import AbstractFamily
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._learning.train import Trained, TrainingStatus
-from retrodict._model import AbstractModel, Series, unwrap
+from retrodict._model import Series, unwrap
 from retrodict.particles import particle_filter
 
 FitStatus = TrainingStatus | Literal["overfitted", "underfitted"]
@@ -78,7 +78,7 @@ class FitResult(eqx.Module):
     """
 
     family: AbstractFamily
-    model: AbstractModel
+    model: Any
     history: Float[np.ndarray, "step"]
     held_out: Float[np.ndarray, "chunk"]
     held_out_steps: Int[np.ndarray, "chunk"]

@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     fixed: PyTree
 
     @property
-    def whole(self) -> tuple[Any, AbstractModel]:
+    def whole(self) -> tuple[Any, Any]:
         """The family and the model, in plain arrays."""
         return unwrap(eqx.combine(self.parameters, self.fixed))
 
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
         """Return a vector in the structure of the parameters."""
         return ravel_pytree(self.parameters)[1](vector)
 
-    def at(self, vector: Float[Array, "parameter"]) -> tuple[Any, AbstractModel]:
+    def at(self, vector: Float[Array, "parameter"]) -> tuple[Any, Any]:
         """Return the family and the model at a vector of parameters, in plain arrays."""
         return Parts(self.unravel(vector), self.fixed).whole
 
