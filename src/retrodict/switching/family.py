@@ -204,22 +204,21 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         )
         return eqx.tree_at(lambda f: (f.network, f.model), family, (None, copy))
 
-    def started(self, model: AbstractModel, batch: Series) -> "SwitchingFamily":
+    def started(self, model: SwitchingModel, batch: Series) -> "SwitchingFamily":
         """Return the family in the units of the data, with the model's law of regimes and states.
 
         A family `of_model` is returned unchanged: it is in original units.
         """
         require_state(model, "SwitchingFamily.prepare")
-        if model.num_regimes != self.num_regimes:  # pyright: ignore
+        if model.num_regimes != self.num_regimes:
             raise ValueError(
                 f"This SwitchingFamily has num_regimes={self.num_regimes}, and the model has"
-                f" {model.num_regimes}. Build the family"  # pyright: ignore
-                " with the num_regimes of the model."
+                f" {model.num_regimes}. Build the family with the num_regimes of the model."
             )
         if self.network is None:
             return self
         units = data_units(batch)
-        coordinates, near = model_near(unwrap(model), units, self.input_dim)  # pyright: ignore
+        coordinates, near = model_near(unwrap(model), units, self.input_dim)
         fresh = (jax.tree.map(Frozen, coordinates), near)
         return eqx.tree_at(lambda family: (family.coordinates, family.model), self, fresh)
 

@@ -203,8 +203,9 @@ def _step_back(model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey) -> t
     same = jnp.eye(regimes.shape[0], dtype=joint.dtype)
     weights = jnp.exp(nodes.log_weights)
     nothing = Step(jnp.zeros_like(terms), jnp.diag(weights), jnp.zeros_like(same), same, weights)
+    real = at.real
     return jax.tree.map(
-        lambda leaf, other: jnp.where(at.real, leaf, other), (new, step), (nodes, nothing)
+        lambda leaf, other: jnp.where(real, leaf, other), (new, step), (nodes, nothing)
     )
 
 
