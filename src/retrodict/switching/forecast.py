@@ -314,7 +314,8 @@ def _forecast(
         if not model.regimes.takes_state:
             law = law @ jnp.exp(model.regimes.log_transition(u=u))
         keys = jax.random.split(key, num_samples)
-        paths, drawn = jax.vmap(lambda key, path: one(key, *path, law, u))(keys, paths)
+        step = jax.vmap(lambda key, z, x, lags: one(key, z, x, lags, law, u))
+        paths, drawn = step(keys, *paths)
         if model.regimes.takes_state:
             law = jnp.mean(drawn[3], axis=0)
         return (paths, law), (law, *drawn)
