@@ -48,15 +48,19 @@ def problem(count: int, num_times: int, num_series: int) -> tuple[rd.switching.S
 
 
 def with_retrodict(model: rd.switching.SwitchingModel, batch: Any, parallel: bool) -> Call:
-    """Return a call of `forward_backward` for a batch."""
+    """Return a call for a batch."""
+
+    def in_turn(model: rd.switching.SwitchingModel, ys: Any) -> tuple[Any, ...]:
+        # mask=True states that no entry is missing, as dynamax assumes.
+        result = rd.switching.forward_backward_batch(model, ys, mask=True)
+        return result.log_evidence, result.filtered, result.smoothed
 
     def one(model: rd.switching.SwitchingModel, ys: Any) -> tuple[Any, ...]:
-        # mask=True states that no entry is missing, as dynamax assumes.
-        posterior = rd.switching.forward_backward(model, ys, parallel=parallel, mask=True)
-        smoothed = posterior.chain.marginals(parallel=parallel).probabilities
+        posterior = rd.switching.forward_backward(model, ys, parallel=True, mask=True)
+        smoothed = posterior.chain.marginals(parallel=True).probabilities
         return posterior.log_evidence, posterior.chain.filtered, smoothed
 
-    compiled = jax.jit(jax.vmap(one, in_axes=(None, 0)))
+    compiled = jax.jit(jax.vmap(one, in_axes=(None, 0)) if parallel else in_turn)
     return lambda: jax.block_until_ready(compiled(model, batch))
 
 

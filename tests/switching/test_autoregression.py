@@ -1,5 +1,7 @@
 """Markov-switching autoregressions against statsmodels, with the series that it ships."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -149,7 +151,7 @@ def test_refuses_models_in_which_nothing_switches(options, message):
 @pytest.mark.slow
 def test_em_finds_hamiltons_maximum_from_at_least_eight_of_ten_starts():
     mod = sm.tsa.MarkovAutoregression(GNP, k_regimes=2, order=4, switching_ar=False)
-    wanted = mod.fit(disp=False)
+    wanted: Any = mod.fit(disp=False)
     model = markov_autoregression(2, order=4, ys=GNP)
     result = em(
         jax.random.key(0), model, GNP[:, None], num_starts=10, num_iterations=500, tolerance=1e-9
@@ -186,7 +188,7 @@ def test_em_finds_the_best_variances_from_at_least_eight_of_ten_starts(count):
     variances = np.asarray(rd.unwrap(model.emission.std)) ** 2
     # statsmodels from our maximum: its own starts reach a lower one with three regimes.
     start = np.concatenate([transition[:, :-1].T.ravel(), variances])
-    wanted = mod.fit(start_params=start, em_iter=0, disp=False)
+    wanted: Any = mod.fit(start_params=start, em_iter=0, disp=False)
     np.testing.assert_allclose(result.log_evidence, wanted.llf, atol=0.01)
     np.testing.assert_allclose(variances, wanted.params[-count:], rtol=0.01)
     np.testing.assert_allclose(

@@ -203,6 +203,7 @@ def test_recurrent_regimes_agree_with_sampled_paths():
     assert abs(value - np.mean(values)) < Z_LIMIT * spread
 
 
+@pytest.mark.usefixtures("untyped")
 def test_wrong_arguments_are_refused():
     model = model_at()
     ys = jnp.zeros((4, 1))

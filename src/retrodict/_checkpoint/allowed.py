@@ -164,6 +164,7 @@ CLASSES: dict[str, str] = {
     "retrodict.particles.proposal": "_MeanLookahead",
     "retrodict._learning.train": "TrainHistory TrainState",
     "retrodict.switching.enumeration": "Enumeration",
+    "retrodict.switching.product": "ProductPrior ProductRegimes ProductTransition",
     "retrodict.switching.family": "Look SwitchingRow SwitchingState",
     "retrodict.models._counts": "BinomialLaw NegativeBinomialLaw PoissonLaw",
     "retrodict.models._equations": """

@@ -26,6 +26,7 @@ from retrodict._model import (
     AbstractModel,
     LinearGaussianKernel,
     Series,
+    StateSpaceModel,
     prepare_batch,
     prepare_series,
     unwrap,
@@ -84,6 +85,9 @@ class AbstractFamily(eqx.Module):
     num_paths: ClassVar[int] = 1
     """The number of sampled paths per series and step of `fit`. The gradient leaves out the score.
     For the same time, more steps with one path gave a better ELBO than fewer with more paths."""
+
+    model_class: ClassVar[type[AbstractModel]] = StateSpaceModel
+    """The class of the models whose posteriors the family approximates."""
 
     state_dim: Abstract[int]
     obs_dim: Abstract[int]
@@ -470,7 +474,12 @@ def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Se
 
 
 def check_fits(family: AbstractFamily, model: AbstractModel) -> None:
-    """Raise unless the model has the family's state dimension and inputs."""
+    """Raise unless the model has the family's class, state dimension and inputs."""
+    if not isinstance(model, family.model_class):
+        raise TypeError(
+            f"{type(family).__name__} approximates posteriors of a {family.model_class.__name__},"
+            f" got a {type(model).__name__}."
+        )
     if model.state_dim != family.state_dim:
         raise ValueError(
             f"This {type(family).__name__} has state_dim={family.state_dim}, and the model has"

@@ -154,11 +154,6 @@ def fit_regimes(
 
 def _issues(result: Any, order: np.ndarray | None) -> str:
     """Return what is wrong with the regimes of a fit, one line each, in their present order."""
-    if isinstance(result, rd.switching.SwitchingEMResult):
-        return "\n".join(
-            f"regime {j + 1} has fewer rows than regressors: use fewer regimes"
-            for j in result.unsupported
-        )
     place = {} if order is None else {int(old): new for new, old in enumerate(order)}
     return re.sub(
         r"(?<=regime )\d+|(?<=regimes )\d+|(?<= and )\d+",
@@ -188,7 +183,7 @@ def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> 
     result = rd.switching.em(
         em_key, start, **batch, num_starts=NUM_EM_STARTS, num_iterations=MAX_EM_STEPS
     )
-    return result, result.start_evidences * table.summary.num_rows
+    return result, result.start_values
 
 
 def _leaves(model: AnyModel) -> dict[str, Any]:

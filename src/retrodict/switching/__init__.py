@@ -7,7 +7,6 @@ from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.elbo import elbo as elbo
 from retrodict.switching.elbo_of_rows import switching_elbo_of_rows as switching_elbo_of_rows
-from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
 from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.evidence import log_evidence as log_evidence
@@ -19,6 +18,10 @@ from retrodict.switching.forecast import forecast as forecast
 from retrodict.switching.forecast import impute as impute
 from retrodict.switching.forecast import predictive as predictive
 from retrodict.switching.forward_backward import forward_backward as forward_backward
+from retrodict.switching.forward_backward_batch import RegimeProbabilities as RegimeProbabilities
+from retrodict.switching.forward_backward_batch import (
+    forward_backward_batch as forward_backward_batch,
+)
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
@@ -40,6 +43,7 @@ from retrodict.switching.particle_smoother import (
 from retrodict.switching.particle_smoother import (
     rao_blackwellised_smoother as rao_blackwellised_smoother,
 )
+from retrodict.switching.product import product_model as product_model
 from retrodict.switching.regimes import AbstractRegimes as AbstractRegimes
 from retrodict.switching.regimes import Regimes as Regimes
 from retrodict.switching.viterbi import most_probable_path as most_probable_path
@@ -49,6 +53,7 @@ __all__ = [
     "Mixture",
     "Moves",
     "RegimeHistories",
+    "RegimeProbabilities",
     "Regimes",
     "SwitchingChain",
     "SwitchingEMResult",
@@ -67,6 +72,7 @@ __all__ = [
     "fit_evidence",
     "forecast",
     "forward_backward",
+    "forward_backward_batch",
     "gpb2_smoother",
     "grid_smoother",
     "imm_smoother",
@@ -80,6 +86,7 @@ __all__ = [
     "parameter_errors",
     "permute",
     "predictive",
+    "product_model",
     "rao_blackwellised_smoother",
 ]
 

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from retrodict._arrays import PRNGKey, check_count, check_key, known_values
 from retrodict._expectations import Estimate, common_length
@@ -99,7 +100,7 @@ def _has_one_per_regime(chain: SwitchingChain) -> bool:
     if regimes.shape[-1] != count:
         return False
     known = known_values(regimes)
-    return known is None or bool((known == jnp.arange(count)).all())
+    return known is None or bool(np.all(known == np.arange(count)))
 
 
 _by_regimes = eqx.filter_jit(elbo_by_regime_sums)

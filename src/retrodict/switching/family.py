@@ -16,7 +16,7 @@ from retrodict._families import (
     data_units,
     perceptron,
 )
-from retrodict._linearised import Affine, Taylor, whiten_emission
+from retrodict._linearised import Affine, whiten_emission
 from retrodict._model import (
     AbstractLinearGaussianKernel,
     AbstractModel,
@@ -30,6 +30,7 @@ from retrodict._numerics import GaussianLaw, condition, linalg
 from retrodict.switching.chain import Mixture, Moves, SwitchingChain
 from retrodict.switching.gaussian_sum import (
     Update,
+    default_rule,
     emission_update,
     moves_of,
     predict_pairs,
@@ -66,7 +67,7 @@ class Look(NamedTuple):
         """Return predicted laws with axes (source, regime) after the row, and their evidence."""
         to_regimes = jax.vmap(jax.vmap(condition), in_axes=(0, None, None))
         after, innovation = to_regimes(laws, self.design, self.value)
-        return after, innovation.log_prob + self.log_potential
+        return after, innovation.log_prob + self.log_potential[None]
 
 
 class SwitchingRow(NamedTuple):
@@ -125,6 +126,7 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
     """
 
     num_paths: ClassVar[int] = 2
+    model_class: ClassVar[type[AbstractModel]] = SwitchingModel
 
     network: eqx.nn.MLP | None
     model: SwitchingModel
@@ -280,10 +282,10 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
     def _update(self, embedded: SwitchingRow) -> Update:
         if isinstance(embedded.look, Look):
             return embedded.look.update
-        return emission_update(self.model, Taylor(), embedded.look)
+        return emission_update(self.model, default_rule(self.model), embedded.look)
 
     def _moves(self, laws: Mixture, embedded: SwitchingRow) -> Moves:
-        return moves_of(self.model, Taylor(), laws, embedded.u)
+        return moves_of(self.model, default_rule(self.model), laws, embedded.u)
 
     def advance(self, state: SwitchingState, embedded: SwitchingRow) -> SwitchingState:
         """Predict all pairs of regimes, update them by the row, and merge them."""
@@ -305,8 +307,12 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         law = jax.vmap(self.coordinates.original_law)(laws.means, laws.scale_trils)
         to_original = jax.vmap(jax.vmap(self.coordinates.original_kernel))
         kernels = to_original(moves.weights, moves.biases, moves.scale_trils)
+        origins = moves.origins
+        if origins is not None:
+            origins = GaussianLaw(*jax.vmap(jax.vmap(self.coordinates.original_law))(*origins))
         return Factor(
-            Mixture(laws.log_weights, *law, laws.regimes), Moves(moves.log_probabilities, *kernels)
+            Mixture(laws.log_weights, *law, laws.regimes),
+            Moves(moves.log_probabilities, *kernels, origins),
         )
 
     def assemble(self, read: Factor, length: Any) -> SwitchingChain:

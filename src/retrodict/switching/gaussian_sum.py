@@ -260,7 +260,7 @@ def moves_of(
 
 
 def regime_moves(
-    model: SwitchingModel, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
+    model: Any, rule: AbstractRule, laws: Mixture, u: Float[Array, "input"] | None
 ) -> tuple[Float[Array, "component regime"], GaussianLaw | None]:
     """Return the log probabilities of the next regime, and the law of the state given it.
 

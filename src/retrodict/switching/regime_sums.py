@@ -9,7 +9,8 @@ probability t_ij and density m̄_ij. Its backward kernels reverse these moves, s
     r_k = log [g_j(x, y_k) q̄_k(j, x) / q_k(j, x)],
     d_k = log [p(j | i, x') m_j(x', x) / (t_ij m̄_ij(x', x))],
 
-where q̄_k(j, x) = Σ_i w_i t_ij N(x; F_ij m_i + b_ij, S_ij) is the prediction of the chain. If its
+where q̄_k(j, x) = Σ_i w_i t_ij N(x; F_ij m_i + b_ij, S_ij) is the prediction of the chain. (If the
+chain has laws of the state given the next regime, d_k has their ratio to q_{k-1} as well.) If its
 moves are those of the model, d_k is zero; if its laws are exact too, r_k is constant.
 
 One sample keeps one state x^j per regime, with a weight ω_j, at every time:
@@ -101,7 +102,8 @@ class Rows(NamedTuple):
         reversal: the moves, reversed.
         density: the same with fixed parameters.
         moves: the moves with fixed parameters.
-        law: the filtering law of time k+1 with fixed parameters.
+        before: the filtering law of time k with fixed parameters.
+        law: that of time k+1.
         row: the data of time k+1.
         table: log g of a model without a state.
         real: whether time k+1 exists; `None` if all do.
@@ -110,6 +112,7 @@ class Rows(NamedTuple):
     reversal: Reversed
     density: Reversed
     moves: Moves
+    before: Mixture
     law: Mixture
     row: Series
     table: Float[Array, "*time regime"]
@@ -149,6 +152,7 @@ def elbo_by_regime_sums(
         jax.vmap(reverse_moves)(head[0], chain.moves),
         jax.vmap(reverse_moves)(head[1], fixed.moves),
         fixed.moves,
+        head[1],
         *jax.tree.map(lambda leaf: leaf[1:], (fixed.laws, series, table, exists)),
     )
     first_law, first = jax.tree.map(lambda leaf: leaf[0], (fixed.laws, series))
@@ -193,7 +197,7 @@ def _step_back(model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey) -> t
     terms = jnp.exp(nodes.log_weights) * ratio + jnp.sum(joint * moved, axis=1)
 
     log_earlier = jax.nn.logsumexp(log_joint, axis=0)
-    log_origin = log_joint - log_earlier
+    log_origin = log_joint - log_earlier[None]
     choice = jax.random.categorical(choice_key, lax.stop_gradient(log_origin), axis=0)
     states = lax.stop_gradient(drawn[choice, regimes])
     origin, states = _given_states(log_origin, laws, states)
@@ -203,7 +207,7 @@ def _step_back(model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey) -> t
         return new, step
     same = jnp.eye(regimes.shape[0], dtype=joint.dtype)
     weights = jnp.exp(nodes.log_weights)
-    nothing = Step(jnp.zeros_like(terms), weights * same, jnp.zeros_like(same), same, weights)
+    nothing = Step(jnp.zeros_like(terms), jnp.diag(weights), jnp.zeros_like(same), same, weights)
     return jax.tree.map(
         lambda leaf, other: jnp.where(at.real, leaf, other), (new, step), (nodes, nothing)
     )
@@ -220,7 +224,7 @@ def _given_states(
     if not states.shape[-1]:
         return origin, states
     solve = jax.vmap(jax.vmap(linalg.solve_triangular))
-    noise = solve(fixed.scale_trils, states - fixed.means)
+    noise = solve(fixed.scale_trils, states[None] - fixed.means)
     # Every origin gives the same states, with derivatives of its own.
     each = laws.means + _matvec(laws.scale_trils, noise)
     mean = jnp.sum(origin[..., None] * (each - lax.stop_gradient(each)), axis=0)
@@ -309,6 +313,13 @@ def _move_ratio(
         over_later = (0, 0, 1, 1, 1)
     over_earlier = jax.vmap(by_chain, in_axes=(None, 0, source, source, source))
     own = jax.vmap(over_earlier, in_axes=over_later)(states, before, *kernels)
+    if at.moves.origins is not None:
+        # The backward kernels reverse the laws of the states that move to each regime.
+        origins = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), at.moves.origins)
+        laws = (at.before.means, at.before.scale_trils)
+        over_pairs = jax.vmap(jax.vmap(log_normal))
+        own = own + over_pairs(before, *origins)
+        own = own - jax.vmap(jax.vmap(log_normal), in_axes=(0, None, None))(before, *laws)
     return switched + over_regimes(model.transition, count, by_model, states, before) - own
 
 
@@ -334,6 +345,6 @@ def _leave_one_out(
     values: Float[Array, "sample regime"], weights: Float[Array, "sample regime"]
 ) -> Float[Array, "sample regime"]:
     """Return Σ values / Σ weights over the other samples."""
-    others = jnp.sum(weights, axis=0) - weights
-    total = jnp.sum(values, axis=0) - values
+    others = jnp.sum(weights, axis=0)[None] - weights
+    total = jnp.sum(values, axis=0)[None] - values
     return total / jnp.maximum(others, jnp.finfo(weights.dtype).tiny)
