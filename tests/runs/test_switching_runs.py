@@ -86,8 +86,8 @@ def test_fit_has_the_likelihood_of_statsmodels(run: runs.Run, table: data.Table)
     parameters = np.r_[p["transition"][:, 0], p["mean"][:, 0], p["scale"][:, 0] ** 2]
     np.testing.assert_allclose(results["total"], peer.loglike(parameters), rtol=1e-8)
     # A maximum: statsmodels finds nothing higher from here.
-    better = peer.fit(start_params=parameters, disp=False).llf
-    assert better < results["total"] + 1e-3
+    better: Any = peer.fit(start_params=parameters, disp=False)
+    assert better.llf < results["total"] + 1e-3
 
 
 def test_record_describes_regimes(run: runs.Run, truth: tuple):
@@ -160,7 +160,7 @@ def test_states_and_regimes_of_several_series(levels: tuple, two_series: pd.Data
     frame = data.to_frame(table, smoothed, state_names=runs.state_names(run))
     assert len(frame) == 105 and {"regime_1", "regime", "level_mean", "level_upper"} <= set(frame)
     # The evidence of both series, by the smoother of the library.
-    parts = [two_series[two_series["id"] == name]["y"].to_numpy()[:, None] for name in "ab"]
+    parts = [np.asarray(two_series["y"][two_series["id"] == name])[:, None] for name in "ab"]
     total = sum(float(rd.switching.log_evidence(run.model, part)) for part in parts)
     np.testing.assert_allclose(run.record["results"]["total"], total, rtol=1e-8)
     draws = runs.impute(run, table, 20)
@@ -269,7 +269,7 @@ def test_constant_series_get_an_answer(options: list[str], tmp_path: Path, monke
     spec = models.load("markov_switching").with_options(options)
     table = rows_of([3.0] * 12)
     run = runs.fit(table, spec, tmp_path / "run")
-    smoothed = runs.smooth(run, table)
+    smoothed: Any = runs.smooth(run, table)
     assert np.isfinite(np.asarray(smoothed.probabilities)).all()
     (finding,) = [f for f in runs.check(run, table).findings if f.name.startswith("parameters at")]
     assert finding.verdict != "good"

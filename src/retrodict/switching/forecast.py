@@ -315,7 +315,8 @@ def _forecast(
         if not model.regimes.takes_state:
             law = law @ jnp.exp(model.regimes.log_transition(u=u))
         keys = jax.random.split(key, num_samples)
-        paths, drawn = jax.vmap(one, in_axes=(0, 0, 0, 0, None, None))(keys, *paths, law, u)
+        step = jax.vmap(lambda key, z, x, lags: one(key, z, x, lags, law, u))
+        paths, drawn = step(keys, *paths)
         if model.regimes.takes_state:
             law = jnp.mean(drawn[3], axis=0)
         return (paths, law), (law, *drawn)
