@@ -56,7 +56,6 @@ __all__ = [
     "RegimeProbabilities",
     "Regimes",
     "SwitchingChain",
-    "SwitchingEMResult",
     "SwitchingFamily",
     "SwitchingFit",
     "SwitchingForecast",
