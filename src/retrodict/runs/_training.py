@@ -50,7 +50,7 @@ MAX_SWITCHING_STEPS = 200
 NUM_EM_STARTS, MAX_EM_STEPS = 3, 100
 """Starts and steps of EM, for models with a free kernel per regime."""
 
-SAME = 0.01
+SAME = 0.1
 """Starts whose log-evidence differs by less, in nats, have reached the same maximum."""
 
 
