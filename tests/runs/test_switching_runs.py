@@ -1,5 +1,6 @@
 """Runs of models with regimes: fit, tables, pictures, checks, reports, and refusals."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _training
+from retrodict.runs import _check_regimes, _training
 from retrodict.runs._plot import edges_of
 from retrodict.runs._report_content import Shade
 
@@ -176,6 +177,16 @@ def test_approximate_posterior_is_compared_with_importance_weights(levels: tuple
     gap = findings["gap of the ELBO to the importance evidence"]
     assert 0 <= gap.numbers["value"] < 0.05 and gap.numbers["series"] == 2
     assert "k-hat of path weights" in findings
+
+
+def test_scales_at_zero_are_compared_without_rounding_errors(levels: tuple):
+    """Noise of 1e-18 of the data: densities of sampled paths would be rounding errors."""
+    run, table = levels
+    model = models.with_parameters(run.model, {"level_scale": 1e-18})
+    key = jax.random.key(0)
+    fixed = dataclasses.replace(run, model=model)
+    findings = _check_regimes.check_posterior(fixed, table, key, 100)
+    assert findings[0].numbers["value"] < 0.05
 
 
 def test_pictures_and_reports_shade_regimes(levels: tuple, tmp_path: Path):

@@ -166,6 +166,7 @@ CLASSES: dict[str, str] = {
     "retrodict._learning.train": "TrainHistory TrainState",
     "retrodict.switching.autoregression": "AutoregressiveEmission",
     "retrodict.switching.enumeration": "Enumeration",
+    "retrodict.switching.model": "Stacked",
     "retrodict.switching.product": "ProductPrior ProductRegimes ProductTransition",
     "retrodict.switching.family": "Look SwitchingRow SwitchingState",
     "retrodict.switching.model": "Stacked",

@@ -50,7 +50,7 @@ MAX_SWITCHING_STEPS = 200
 NUM_EM_STARTS, MAX_EM_STEPS = 3, 100
 """Starts and steps of EM, for models with a free kernel per regime."""
 
-SAME = 0.01
+SAME = 0.1
 """Starts whose log-evidence differs by less, in nats, have reached the same maximum."""
 
 
@@ -114,7 +114,7 @@ def fit_regimes(
         raise RunError("A model with regimes is fitted by one process; run `fit` without the job.")
 
     def compute() -> dict[str, Any]:
-        result, starts = _search(key, model, table)
+        result = _search(key, model, table)
         fitted = with_structure_of(model, result.model)
         order = models.canonical_order(fitted)
         if order is not None:
@@ -124,7 +124,7 @@ def fit_regimes(
             "history": np.asarray(result.history),
             "issues": np.array(_issues(result, order)),
             "status": np.array(result.status),
-            "starts": np.asarray(starts, float),
+            "starts": np.asarray(result.start_values, float),
         }
 
     stage = folder.stage("the parameters, by their evidence", compute)
@@ -162,13 +162,13 @@ def _issues(result: Any, order: np.ndarray | None) -> str:
     )
 
 
-def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> tuple[Any, Any]:
-    """Return the best fit of several starts, and the log-evidence that each start reached.
+def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> Any:
+    """Return the best fit of several starts.
 
     A model that is learned by regressions takes its starting values from local ones.
     """
     if not by_regressions(model):
-        result = rd.switching.fit_evidence(
+        return rd.switching.fit_evidence(
             key,
             model,
             **table.batch(),
@@ -176,14 +176,12 @@ def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> 
             num_steps=MAX_SWITCHING_STEPS,
             progress=False,
         )
-        return result, result.start_values
     start_key, em_key = jax.random.split(key)
     batch = table.batch()
     start = rd.switching.initialise(start_key, model, **batch)
-    result = rd.switching.em(
+    return rd.switching.em(
         em_key, start, **batch, num_starts=NUM_EM_STARTS, num_iterations=MAX_EM_STEPS
     )
-    return result, result.start_values
 
 
 def _leaves(model: AnyModel) -> dict[str, Any]:
