@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -133,26 +132,6 @@ def test_model_with_regimes_equals_its_equation(name: str, tmp_path: Path):
     assert eqx.tree_equal(rd.load(tmp_path / "model.rd"), model)
 
 
-def test_markov_switching_equals_the_autoregression_of_the_library():
-    """Two parametrisations of Hamilton's model have the same evidence."""
-    library = rd.switching.markov_autoregression(2, order=3, switching_scale=True)
-    coefficients = [[0.3, 0.1, -0.2]]
-    library = eqx.tree_at(lambda m: m.emission.coefficients, library, jnp.array(coefficients))
-    emission, regimes = library.emission, rd.unwrap(library).regimes
-    ready = with_parameters(
-        rd.models.markov_switching(order=3, switching="mean,variance"),
-        {
-            "mean": np.asarray(rd.unwrap(emission.levels))[:, None],
-            "scale": np.asarray(rd.unwrap(emission.std))[:, None],
-            "coefficients": coefficients,
-            "transition": np.exp(np.asarray(regimes.base_transition())),
-        },
-    )
-    ys = np.random.default_rng(0).normal(size=(30, 1)).cumsum(axis=0)
-    expected = rd.switching.log_evidence(library, ys)
-    np.testing.assert_allclose(rd.switching.log_evidence(ready, ys), expected, rtol=1e-12)
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if name != "recurrent"])
 def test_order_of_regimes_does_not_change_the_evidence(name: str):
     model = build(CASES[name])
@@ -163,11 +142,11 @@ def test_order_of_regimes_does_not_change_the_evidence(name: str):
     assert np.isfinite(value)
 
     count = len(rd.models.regime_names(model))
-    reversed_model = by_regime.with_regimes(started, np.arange(count)[::-1])
+    reversed_model = rd.switching.permute(started, np.arange(count)[::-1])
     np.testing.assert_allclose(rd.switching.log_evidence(reversed_model, ys), value, rtol=1e-9)
-    order = by_regime.canonical_order(reversed_model)
-    assert order is not None and order.tolist() == list(range(count))[::-1]
-    sorted_model = by_regime.with_regimes(reversed_model, order)
+    order = rd.switching.regime_order(reversed_model)
+    assert order.tolist() == list(range(count))[::-1]
+    sorted_model = rd.switching.permute(reversed_model, order)
     for before, after in zip(
         named_parameters(started).values(), named_parameters(sorted_model).values(), strict=True
     ):

@@ -15,7 +15,6 @@ from retrodict.switching import (
     em,
     fit_evidence,
     log_evidence,
-    markov_autoregression,
 )
 
 STICKY = Regimes.from_probabilities([0.5, 0.5], [[0.95, 0.05], [0.1, 0.9]])
@@ -84,7 +83,7 @@ def test_the_evidence_never_decreases(name):
     models = {
         "gaussian": gaussian_model,
         "lagged": lagged_model,
-        "tied": lambda: markov_autoregression(2, order=1, switching_scale=True),
+        "tied": lambda: rd.models.markov_switching(order=1, switching="mean,variance"),
     }
     model = models[name]()
     _, ys, us = simulated(model, 150)

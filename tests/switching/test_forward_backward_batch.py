@@ -11,7 +11,6 @@ from retrodict.switching import (
     SwitchingModel,
     forward_backward,
     forward_backward_batch,
-    markov_autoregression,
 )
 
 
@@ -34,7 +33,7 @@ MODELS = {
     "one": lambda: gaussian_model(np.ones((1, 1))),
     "many": lambda: gaussian_model(np.full((9, 9), 0.1 / 9) + 0.9 * np.eye(9)),
     "forbidden": lambda: gaussian_model(np.array([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0, 0, 1.0]])),
-    "histories": lambda: markov_autoregression(2, order=2),
+    "histories": lambda: rd.models.markov_switching(order=2),
     "inputs": input_model,
     # A regime that is excluded by 5,000 nats and then favoured: probabilities underflow.
     "far apart": lambda: gaussian_model(np.eye(2), spread=100.0),

@@ -1,9 +1,6 @@
 """Ready models, models from files, and parameters by name."""
 
 from retrodict._interface import ModelError as ModelError
-from retrodict.models._by_regime import canonical_order as canonical_order
-from retrodict.models._by_regime import num_base_regimes as num_base_regimes
-from retrodict.models._by_regime import with_regimes as with_regimes
 from retrodict.models._coordinates import entry_name as entry_name
 from retrodict.models._coordinates import is_memory as is_memory
 from retrodict.models._coordinates import regime_names as regime_names

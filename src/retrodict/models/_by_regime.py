@@ -1,9 +1,10 @@
-"""Laws per regime as functions of named parameters, and the order of regimes.
+"""Laws per regime as functions of named parameters.
 
 Parameters that switch have a leading axis `regime`; parameters that all regimes share do not have
 it. Each parameter is stored and named once.
 """
 
+import dataclasses
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +12,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import as_real_array, known_values
 from retrodict._model import (
     AbstractConstrained,
     AbstractParameter,
     Diagonal,
+    Frozen,
     Gaussian,
     LinearGaussianKernel,
     unwrap,
 )
 from retrodict.models._equations import AbstractNamed, numpyro_distributions
-from retrodict.models._parameters import named_parameters, with_parameters
-from retrodict.switching import RegimeHistories, SwitchingModel
+from retrodict.switching import RegimeHistories
 
 TRANSITION = "transition"
 """The name of the parameter with two axes `regime`."""
@@ -101,12 +102,12 @@ class StationaryRegimes(AbstractParameter, AbstractNamed):
         tiny = jnp.finfo(matrix.dtype).tiny  # logs stay finite where a probability underflows
         return RegimeHistories(jnp.log(jnp.maximum(matrix, tiny)), self.order)
 
-
-def num_base_regimes(model: SwitchingModel) -> int:
-    """Return the number of regimes, without the histories that lagged means need."""
-    regimes = unwrap(model).regimes
-    is_history = isinstance(regimes, RegimeHistories)
-    return regimes.num_base_regimes if is_history else regimes.num_regimes
+    def permuted(self, order: Int[np.ndarray, "regime"]) -> "StationaryRegimes":
+        """Return the parameter with its regimes in another order."""
+        matrix = unwrap(self.transition)[order][:, order]
+        is_fixed = isinstance(self.transition, Frozen)
+        transition = TransitionProbabilities(matrix)
+        return StationaryRegimes(Frozen(transition) if is_fixed else transition, self.order)
 
 
 class AbstractByRegime(AbstractNamed):
@@ -149,6 +150,16 @@ class ByRegime(AbstractParameter):
     def value(self) -> tuple[Any, ...]:
         """The laws or kernels."""
         return _parts_of(self.fn)
+
+    def permuted(self, order: Int[np.ndarray, "regime"]) -> "ByRegime":
+        """Return the parameter with its regimes in another order."""
+        moved = {}
+        for name, num_axes in NUM_AXES.items():
+            node = getattr(self.fn, name, None)
+            if node is not None and jnp.ndim(unwrap(node)) == num_axes + 1:
+                # Unconstrained arrays inside of parameters have the same axis `regime`.
+                moved[name] = jax.tree.map(lambda leaf: leaf[order], node)
+        return ByRegime(dataclasses.replace(self.fn, **moved))
 
 
 @eqx.filter_jit
@@ -272,38 +283,3 @@ def _shifts(biases: Array, scales: Array) -> tuple[LinearGaussianKernel, ...]:
         LinearGaussianKernel(eye, bias, Diagonal(scale))
         for bias, scale in zip(biases, scales, strict=True)
     )
-
-
-def canonical_order(model: SwitchingModel) -> np.ndarray | None:
-    """Return the regimes of a ready model in canonical order; `None` for other models.
-
-    They are sorted by the first of these that switches: means, intercepts, rates, drifts, scales,
-    the sums of coefficients.
-    """
-    values = named_parameters(model, fixed=True)
-    if TRANSITION not in values:
-        return None
-    count = num_base_regimes(model)
-    for name, num_axes in NUM_AXES.items():
-        if name in values and values[name].ndim == num_axes + 1:
-            entries = np.asarray(values[name])
-            keys = entries.sum(axis=-1)[:, 0] if num_axes == 2 else entries[:, 0]
-            return np.argsort(keys, kind="stable")
-    return np.arange(count)
-
-
-def with_regimes(model: SwitchingModel, order: Any) -> Any:
-    """Return a ready model with its regimes in another order.
-
-    Args:
-        model: the model.
-        order: the present index of each regime of the result.
-    """
-    order = np.asarray(order)
-    values = named_parameters(model, fixed=True)
-    moved = {
-        name: values[name][order]
-        for name, num_axes in NUM_AXES.items()
-        if name in values and values[name].ndim == num_axes + 1
-    }
-    return with_parameters(model, moved | {TRANSITION: values[TRANSITION][order][:, order]})

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from retrodict._model import unwrap
-from retrodict.models._by_regime import NUM_AXES, TRANSITION, SwitchingWalk, num_base_regimes
+from retrodict.models._by_regime import NUM_AXES, TRANSITION, SwitchingWalk
 from retrodict.models._equations import (
     AbstractColumns,
     AbstractEquation,
@@ -15,7 +15,7 @@ from retrodict.models._equations import (
     Structural,
     equation_of,
 )
-from retrodict.switching import SwitchingModel
+from retrodict.switching import SwitchingModel, num_base_regimes
 
 LATENT = {
     "stochastic_volatility": "log_variance",

@@ -25,7 +25,6 @@ from retrodict.models._by_regime import (
     SwitchingPoisson,
     SwitchingWalk,
     TransitionProbabilities,
-    num_base_regimes,
 )
 from retrodict.models._equations import diffuse, real
 from retrodict.models._registry import ready
@@ -38,7 +37,7 @@ from retrodict.models._start import (
     first,
     spread,
 )
-from retrodict.switching import Regimes, SwitchingModel
+from retrodict.switching import Regimes, SwitchingModel, num_base_regimes
 
 STAY = 0.9
 """The starting probability of staying in a regime."""

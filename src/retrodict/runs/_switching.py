@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import retrodict as rd
-from retrodict import data, models
+from retrodict import data
 from retrodict.runs._record import RunError
 
 REASONS = {
@@ -118,10 +118,10 @@ def smooth(
 def by_regressions(model: rd.switching.SwitchingModel) -> bool:
     """Return whether the parameters are learned by regressions (EM), not by the gradient.
 
-    The parameters of ready models with names are tied across regimes and follow the gradient of the
-    evidence, as those of finite models do.
+    Parameters that are tied across regimes follow the gradient of the evidence, as those of finite
+    models do.
     """
-    return not model.is_finite and models.canonical_order(model) is None
+    return not model.is_finite and isinstance(model.transition, tuple)
 
 
 def refuse_series(model: rd.switching.SwitchingModel, table: data.Table) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import retrodict as rd
-from retrodict import data, models
+from retrodict import data
 from retrodict._workspace import Folder
 from retrodict.runs._check_regimes import summarise_regimes
 from retrodict.runs._record import RunError
@@ -115,10 +115,7 @@ def fit_regimes(
 
     def compute() -> dict[str, Any]:
         result = _search(key, model, table)
-        fitted = with_structure_of(model, result.model)
-        order = models.canonical_order(fitted)
-        if order is not None:
-            fitted = models.with_regimes(fitted, order)
+        fitted, order = _in_order(with_structure_of(model, result.model))
         return {
             **_leaves(fitted),
             "history": np.asarray(result.history),
@@ -150,6 +147,15 @@ def fit_regimes(
         search=status,
         details=details,
     )
+
+
+def _in_order(model: rd.switching.SwitchingModel) -> tuple[Any, np.ndarray | None]:
+    """Return the model with its regimes in canonical order, and this order."""
+    try:
+        order = rd.switching.regime_order(model)
+    except TypeError:  # no default order of the user's own kernels
+        return model, None
+    return rd.switching.permute(model, order), order
 
 
 def _issues(result: Any, order: np.ndarray | None) -> str:

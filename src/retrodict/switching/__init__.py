@@ -1,6 +1,5 @@
 """Switching models: regimes and continuous states together."""
 
-from retrodict.switching.autoregression import markov_autoregression as markov_autoregression
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.elbo import elbo as elbo
@@ -27,6 +26,7 @@ from retrodict.switching.grid import SwitchingGridPosterior as SwitchingGridPost
 from retrodict.switching.grid import grid_smoother as grid_smoother
 from retrodict.switching.histories import RegimeHistories as RegimeHistories
 from retrodict.switching.histories import base_probabilities as base_probabilities
+from retrodict.switching.histories import num_base_regimes as num_base_regimes
 from retrodict.switching.importance import SwitchingImportance as SwitchingImportance
 from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.information import parameter_errors as parameter_errors
@@ -37,6 +37,7 @@ from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.ordering import canonical_order as canonical_order
 from retrodict.switching.ordering import match_regimes as match_regimes
 from retrodict.switching.ordering import permute as permute
+from retrodict.switching.ordering import regime_order as regime_order
 from retrodict.switching.particle_smoother import (
     RaoBlackwellisedPosterior as RaoBlackwellisedPosterior,
 )
@@ -59,7 +60,6 @@ __all__ = [
     "SwitchingFamily",
     "SwitchingFit",
     "SwitchingForecast",
-    "SwitchingImportance",
     "SwitchingMarginals",
     "SwitchingModel",
     "SwitchingPosterior",
@@ -79,7 +79,6 @@ __all__ = [
     "impute",
     "initialise",
     "log_evidence",
-    "markov_autoregression",
     "match_regimes",
     "most_probable_path",
     "parameter_errors",
@@ -87,6 +86,7 @@ __all__ = [
     "predictive",
     "product_model",
     "rao_blackwellised_smoother",
+    "regime_order",
 ]
 
 

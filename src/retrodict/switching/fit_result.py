@@ -23,7 +23,7 @@ class SwitchingFit(eqx.Module):
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> model = rd.switching.markov_autoregression(2)
+        >>> model = rd.models.markov_switching()
         >>> zs, xs, ys = model.simulate(jax.random.key(0), num_times=50)
         >>> result = rd.switching.em(jax.random.key(1), model, ys, num_iterations=2)
         >>> result.status, result.issues

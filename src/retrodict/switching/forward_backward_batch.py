@@ -32,7 +32,7 @@ class RegimeProbabilities(eqx.Module):
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
-        >>> model = rd.switching.markov_autoregression(2)
+        >>> model = rd.models.markov_switching()
         >>> result = rd.switching.forward_backward_batch(model, jnp.zeros((3, 5, 1)))
         >>> result.log_evidence.shape, result.filtered.shape
         ((3,), (3, 5, 2))

@@ -98,6 +98,13 @@ class RegimeHistories(AbstractRegimes):
         return jnp.sum(probabilities.reshape(shape), axis=-2)
 
 
+def num_base_regimes(model: Any) -> int:
+    """Return the number of regimes z_k of a model, without the histories that its states hold."""
+    regimes = unwrap(model).regimes
+    is_history = isinstance(regimes, RegimeHistories)
+    return regimes.num_base_regimes if is_history else regimes.num_regimes
+
+
 def base_probabilities(
     model: Any, probabilities: Float[Array, "*time regime"]
 ) -> Float[Array, "*time base"]:
@@ -107,7 +114,7 @@ def base_probabilities(
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
-        >>> model = rd.switching.markov_autoregression(2, order=1)
+        >>> model = rd.models.markov_switching(order=1)
         >>> law = rd.switching.forward_backward(model, jnp.zeros((5, 1))).chain.marginals()
         >>> law.probabilities.shape, rd.switching.base_probabilities(model, law.probabilities).shape
         ((5, 4), (5, 2))

@@ -226,32 +226,15 @@ def require_switching(model: Any, owner: str) -> None:
         raise TypeError(f"{owner} expects a SwitchingModel, got {type(model).__name__}.")
 
 
-class Stacked(eqx.Module):
-    """Parts of all regimes as one part, whose arrays have a leading axis `regime`.
-
-    Parameters that the regimes share compute it, so that no list of K parts is needed.
-    """
-
-    parts: Any
-
-    def of(self, j: int) -> Any:
-        """Return the part of one regime."""
-        return jax.tree.map(lambda leaf: leaf[j] if eqx.is_array(leaf) else leaf, self.parts)
-
-
 def each(part: Any) -> tuple[Any, ...]:
     """Return the parts of all regimes, or the one that they share; nothing for `None`."""
     if part is None:
         return ()
-    if isinstance(part, Stacked):
-        return (part.of(0),)
     return part if isinstance(part, tuple) else (part,)
 
 
 def of_regime(part: Any, j: int) -> Any:
     """Return the part of one regime."""
-    if isinstance(part, Stacked):
-        return part.of(j)
     return part[j] if isinstance(part, tuple) else part
 
 
@@ -279,8 +262,6 @@ def over_regimes(part: Any, num_regimes: int, fn: Callable[..., T], *arrays: Any
         fn: a function of a part and of the entries of the arrays.
         *arrays: pytrees of arrays with a leading axis `regime`.
     """
-    if isinstance(part, Stacked):
-        return eqx.filter_vmap(fn)(part.parts, *arrays)
     if not isinstance(part, tuple):
         if arrays:
             return jax.vmap(lambda *rows: fn(part, *rows))(*arrays)

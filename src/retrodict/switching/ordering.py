@@ -13,9 +13,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import known_values
-from retrodict._model import AbstractLinearGaussianKernel, Frozen, Gaussian, unwrap
-from retrodict.switching.autoregression import AutoregressiveEmission
-from retrodict.switching.histories import RegimeHistories
+from retrodict._model import (
+    AbstractKernel,
+    AbstractLinearGaussianKernel,
+    Frozen,
+    Gaussian,
+    unwrap,
+)
+from retrodict.switching.histories import RegimeHistories, num_base_regimes
 from retrodict.switching.model import SwitchingModel, of_regime, require_switching
 from retrodict.switching.regimes import Regimes
 
@@ -37,7 +42,7 @@ def permute(model: SwitchingModel, order: Any) -> SwitchingModel:
         order: regime j of the result is regime `order[j]` of the model.
     """
     require_switching(model, "permute")
-    index = _permutation(order, _num_base(model))
+    index = _permutation(order, num_base_regimes(model))
     parts = {
         name: _permuted_part(getattr(model, name), index)
         for name in ("prior", "transition", "emission")
@@ -52,33 +57,51 @@ def permute(model: SwitchingModel, order: Any) -> SwitchingModel:
 
 
 def canonical_order(
-    model: SwitchingModel, key: Callable[[SwitchingModel, int], float] | None = None
+    model: SwitchingModel, key: Callable[[SwitchingModel, int], Any] | None = None
 ) -> SwitchingModel:
     """Return the model with its regimes sorted, so that fits can be compared.
 
     Example:
-        >>> import jax.numpy as jnp, retrodict as rd
-        >>> model = rd.switching.markov_autoregression(2)
+        >>> import retrodict as rd
+        >>> model = rd.models.markov_switching(regimes=2)
         >>> flipped = rd.switching.permute(model, [1, 0])
-        >>> flipped.emission.levels.tolist()
+        >>> rd.models.named_parameters(flipped)["mean"].ravel().tolist()
         [1.0, -1.0]
-        >>> rd.switching.canonical_order(flipped).emission.levels.tolist()
+        >>> again = rd.switching.canonical_order(flipped)
+        >>> rd.models.named_parameters(again)["mean"].ravel().tolist()
         [-1.0, 1.0]
 
     Args:
         model: the model.
         key: `key(model, j)`, the number by which regime j of the unwrapped model is sorted, or a
-            tuple of numbers. By default the regimes are sorted by the means of their emissions,
-            then by the scales; of a model with a continuous state, by the biases and then the
-            scales of the transitions.
+            tuple of numbers. By default regimes are sorted by the offsets of their transitions, the
+            scales and the weights, and then by those of their emissions.
     """
-    require_switching(model, "canonical_order")
+    return permute(model, regime_order(model, key))
+
+
+def regime_order(
+    model: SwitchingModel, key: Callable[[SwitchingModel, int], Any] | None = None
+) -> Int[np.ndarray, "regime"]:
+    """Return the order in which `canonical_order` puts the regimes.
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.switching.permute(rd.models.markov_switching(regimes=3), [2, 0, 1])
+        >>> rd.switching.regime_order(model).tolist()
+        [1, 2, 0]
+
+    Args:
+        model: the model.
+        key: as in `canonical_order`.
+
+    Raises:
+        TypeError: if the parts of the model have no default order and there is no `key`.
+    """
+    require_switching(model, "regime_order")
     plain = unwrap(model)
-    if key is None and isinstance(model.emission, AutoregressiveEmission):
-        keys = [_autoregression_key(model.emission, j) for j in range(_num_base(model))]
-    else:
-        keys = [(key or _default_key)(plain, j) for j in range(_num_base(model))]
-    return permute(model, sorted(range(len(keys)), key=keys.__getitem__))
+    keys = [(key or _default_key)(plain, j) for j in range(num_base_regimes(model))]
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__))
 
 
 def match_regimes(probabilities: Any, reference: Any) -> Int[np.ndarray, "regime"]:
@@ -139,12 +162,6 @@ def _permutation(order: Any, count: int) -> Int[np.ndarray, "regime"]:
     return index.astype(int)
 
 
-def _num_base(model: SwitchingModel) -> int:
-    regimes = model.regimes.tree if isinstance(model.regimes, Frozen) else model.regimes
-    is_history = isinstance(regimes, RegimeHistories)
-    return regimes.num_base_regimes if is_history else model.num_regimes
-
-
 def _taken(value: Any, index: np.ndarray, axes: tuple[int, ...]) -> Any:
     """Permute axes of an array, or of an array in `Frozen`; an axis of one entry is shared."""
     if isinstance(value, Frozen):
@@ -164,6 +181,8 @@ def _taken(value: Any, index: np.ndarray, axes: tuple[int, ...]) -> Any:
 def _permuted_regimes(regimes: Any, index: np.ndarray) -> Any:
     if isinstance(regimes, Frozen):
         return Frozen(_permuted_regimes(regimes.tree, index))
+    if hasattr(regimes, "permuted"):
+        return regimes.permuted(index)
     if isinstance(regimes, RegimeHistories):
         matrix = _taken(regimes.transition_logits, index, (0, 1))
         return RegimeHistories(matrix, regimes.order)
@@ -184,27 +203,26 @@ def _permuted_part(part: Any, index: np.ndarray) -> Any:
         return Frozen(_permuted_part(part.tree, index))
     if isinstance(part, tuple):
         return tuple(part[j] for j in index)
-    return part.permuted(index) if isinstance(part, AutoregressiveEmission) else part
-
-
-def _autoregression_key(emission: AutoregressiveEmission, j: int) -> tuple[float, ...]:
-    """Return level, scale and coefficients of a regime."""
-    arrays = (emission.levels, emission.std, emission.coefficients)
-    rows = (np.asarray(unwrap(array)) for array in arrays)
-    return tuple(float(x) for row in rows for x in np.ravel(row[j if len(row) > 1 else 0]))
+    # A parameter whose value is one part per regime permutes what it is computed from.
+    return part.permuted(index) if hasattr(part, "permuted") else part
 
 
 def _default_key(model: SwitchingModel, j: int) -> tuple[float, ...]:
-    """Return the offset and the scale of the emission, or of the transition, of a regime."""
-    part = of_regime(model.emission if model.is_finite else model.transition, j)
+    """Return the numbers of transition and emission of a regime; those of a state come first."""
+    parts = [] if model.is_finite else [of_regime(model.transition, j)]
+    values = [value for part in (*parts, of_regime(model.emission, j)) for value in _numbers(part)]
+    return tuple(float(x) for value in values for x in np.ravel(value))
+
+
+def _numbers(part: Any) -> list[Array]:
+    """Return offset, scale and weight of a linear-Gaussian kernel; mean and scale of a law."""
     if isinstance(part, AbstractLinearGaussianKernel) and not part.takes_input:
         part = part.at(None)
-        law = Gaussian(part.bias, part.scale_tril)
-    elif isinstance(part, Gaussian):
-        law = part
-    else:
-        raise TypeError(
-            f"There is no default order of regimes with a {type(part).__name__}: pass `key`."
-        )
-    values: list[Array] = [law.mean, law.std]
-    return tuple(float(x) for row in values for x in np.asarray(row))
+        return [part.bias, Gaussian(part.bias, part.scale_tril).std, part.weight]
+    if isinstance(part, Gaussian):
+        return [part.mean, part.std]
+    if not isinstance(part, AbstractKernel) and hasattr(part, "mean"):
+        return [part.mean]
+    raise TypeError(
+        f"There is no default order of regimes with a {type(part).__name__}: pass `key`."
+    )
