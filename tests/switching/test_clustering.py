@@ -43,3 +43,16 @@ def test_rows_that_do_not_exist_have_no_effect():
     assert np.all(probabilities[:, 40:] == 0) and np.all(pairs[:, 39:] == 0)
     assert agreement(np.asarray(probabilities[:, :40]), labels[:, :40]) > 0.97
     assert agreement(np.asarray(cut), labels[:, :40]) > 0.97
+
+
+def test_regimes_that_alternate_are_found():
+    """Each value is on the other line than the last one, as in a threshold autoregression."""
+    rng = np.random.default_rng(2)
+    x = np.zeros(200)
+    for k in range(1, 200):
+        x[k] = 0.5 * x[k - 1] + np.where(x[k - 1] < 0, 1.5, -1.5) + 0.5 * rng.normal()
+    before, after = (jnp.asarray(part)[None, :, None] for part in (x[:-1], x[1:]))
+    exists = jnp.ones((1, 199), bool)
+    problem = Problem(before, after, exists)
+    probabilities, _ = cluster(jax.random.key(0), (problem,), exists, 2, 10)
+    assert agreement(np.asarray(probabilities), (x[:-1] < 0)[None]) > 0.97
