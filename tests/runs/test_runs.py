@@ -33,7 +33,6 @@ from retrodict.data import _source
 from retrodict.runs import (
     _apply,
     _check,
-    _fit,
     _report,
     _residuals,
     _run,
@@ -882,7 +881,11 @@ def test_unimodal_draws_have_no_split_band(draw):
 def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `fit` write its starting model, without optimisation and standard errors."""
     monkeypatch.setattr(
-        _fit, "fit_by_evidence", lambda _, __, model, ___: (model, np.zeros(1), 0.0, "converged")
+        _training,
+        "fit_by_evidence",
+        lambda _, __, model, ___: _training.Learned(
+            model, np.zeros(1), 0.0, "exact", "log-evidence", search="converged"
+        ),
     )
     refused = {"refused": np.array("not computed.")}
     monkeypatch.setattr(_standard_errors, "_compute", lambda *_: refused)
