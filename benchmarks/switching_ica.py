@@ -5,7 +5,7 @@
 Structured nonlinear independent component analysis (Hälvä et al. 2021): three components, each an
 autoregression that switches between two regimes, are mixed into 12 observations,
 
-    x_k^i = a_z x_{k-1}^i + b_z + s_z ε,    y_k = V tanh(W x_k) + 0.1 η,
+    x_k^i = a_z x_{k-1}^i + b_z + s_z ε,    y_k = V tanh(W x_k + v) + 0.1 η,
 
 by a network of two layers. Model and posterior are learned together from observations alone, by
 `fit(learn="both")`: an emission with a linear path and a network of two layers, components of two
@@ -33,6 +33,8 @@ import retrodict as rd
 
 NUM_COMPONENTS, NUM_COLUMNS, WIDTH, NOISE = 3, 12, 32, 0.1
 TARGET = 0.9
+GAIN = 3.0
+"""The scale of the inner layer: how far the mixture is from a linear one."""
 
 
 class DiagonalWeight(rd.AbstractParameter):
@@ -77,14 +79,15 @@ def truth(seed: int) -> rd.switching.SwitchingModel:
     rng = np.random.default_rng(seed)
     inner = np.linalg.qr(rng.normal(size=(NUM_COLUMNS, NUM_COMPONENTS)))[0]
     outer = np.linalg.qr(rng.normal(size=(NUM_COLUMNS, NUM_COLUMNS)))[0]
-    inner, outer = jnp.asarray(1.2 * inner), jnp.asarray(outer)
+    inner, outer = jnp.asarray(GAIN * inner), jnp.asarray(outer)
+    shift = jnp.asarray(rng.normal(size=NUM_COLUMNS))
     components = [
         component(0.97, [(0.9, 0.2, 0.2), (0.9, -0.2, 0.2)]),
         component(0.95, [(0.5, 0.8, 0.3), (0.8, -0.3, 0.4)]),
         component(0.9, [(0.7, 0.5, 0.2), (0.3, -1.0, 0.4)]),
     ]
     noise = rd.Diagonal(NOISE * jnp.ones(NUM_COLUMNS))
-    emission = rd.NonlinearGaussianKernel(lambda x: outer @ jnp.tanh(inner @ x), noise)
+    emission = rd.NonlinearGaussianKernel(lambda x: outer @ jnp.tanh(inner @ x + shift), noise)
     return rd.switching.product_model(components, emission)
 
 

@@ -15,7 +15,6 @@ from retrodict.switching import (
     base_probabilities,
     canonical_order,
     em,
-    fit_evidence,
     forward_backward,
     log_evidence,
     markov_autoregression,
@@ -154,17 +153,14 @@ def test_em_finds_hamiltons_maximum_from_at_least_eight_of_ten_starts():
     wanted: Any = mod.fit(disp=False)
     model = markov_autoregression(2, order=4, ys=GNP)
     result = em(
-        jax.random.key(0), model, GNP[:, None], num_starts=10, num_iterations=500, tolerance=1e-9
+        jax.random.key(0), model, GNP[:, None], num_starts=10, num_iterations=500, tolerance=1e-11
     )
     best = max(wanted.llf, result.log_evidence)
     assert np.sum(result.start_values > best - 0.01) >= 8
-    polished = fit_evidence(
-        jax.random.key(1), result.model, GNP[:, None], num_starts=1, progress=False
-    )
-    model = canonical_order(polished.model)
+    model = canonical_order(result.model)
     got = rd.unwrap(model.emission.levels), rd.unwrap(model.emission.coefficients)[0]
     np.testing.assert_allclose(got[0], wanted.params[2:4], rtol=0.01)
-    np.testing.assert_allclose(got[1], wanted.params[5:], rtol=0.01, atol=1e-3)
+    np.testing.assert_allclose(got[1], wanted.params[5:], rtol=0.01)
     np.testing.assert_allclose(
         np.exp(model.regimes.base_transition()), transition_of(mod, wanted.params), rtol=0.01
     )

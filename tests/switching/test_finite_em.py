@@ -168,3 +168,11 @@ def test_refuses_states_and_series_without_data():
     model = gaussian_model()
     with pytest.raises(ValueError, match="observed entries"):
         em(jax.random.key(0), model, jnp.full((5, 2), jnp.nan))
+
+
+def test_reports_a_regime_that_shrinks_to_equal_rows():
+    noise = jax.random.normal(jax.random.key(0), (80, 2))
+    ys = noise.at[30:50].set(0.0)
+    laws = [rd.Gaussian(jnp.zeros(2), scale * jnp.eye(2)) for scale in (1e-3, 1.0)]
+    result = em(jax.random.key(0), SwitchingModel(STICKY, emission=laws), ys, num_iterations=5)
+    assert any("regime 0 shrank" in issue for issue in result.issues)

@@ -73,6 +73,14 @@ def test_gaps_batches_padding_and_frozen_emissions(simulated):
     assert eqx.tree_equal(start, again)
 
 
+def test_a_few_rows_give_finite_values(simulated):
+    _, _, ys = simulated
+    start = switching.initialise(jax.random.key(1), drifting(), ys[:3], num_restarts=2)
+    assert jnp.isfinite(switching.gpb2_smoother(start, ys[:3]).log_evidence)
+    same = switching.initialise(jax.random.key(1), drifting(), ys[:1])
+    assert eqx.tree_equal(same, drifting())
+
+
 def test_fewer_columns_than_states_use_lags():
     model = switching.SwitchingModel(
         switching.Regimes.from_probabilities([0.5, 0.5], [[0.95, 0.05], [0.05, 0.95]]),

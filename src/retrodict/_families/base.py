@@ -96,7 +96,7 @@ class AbstractFamily(eqx.Module):
     @abstractmethod
     def prepare(
         self,
-        model: AbstractModel,
+        model: Any,
         ys: Any,
         *,
         mask: Any = None,
@@ -163,7 +163,7 @@ class AbstractPreparedFamily(AbstractFamily):
 
     def prepare(
         self: F,
-        model: AbstractModel,
+        model: Any,
         ys: Any,
         *,
         mask: Any = None,

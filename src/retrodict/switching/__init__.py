@@ -1,8 +1,6 @@
 """Switching models: regimes and continuous states together."""
 
 from retrodict.switching.autoregression import markov_autoregression as markov_autoregression
-from retrodict.switching.chain import Mixture as Mixture
-from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.elbo import elbo as elbo
@@ -33,6 +31,8 @@ from retrodict.switching.importance import SwitchingImportance as SwitchingImpor
 from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.information import parameter_errors as parameter_errors
 from retrodict.switching.initialise import initialise as initialise
+from retrodict.switching.mixture import Mixture as Mixture
+from retrodict.switching.mixture import Moves as Moves
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.ordering import canonical_order as canonical_order
 from retrodict.switching.ordering import match_regimes as match_regimes

@@ -27,7 +27,7 @@ from retrodict._model import (
     unwrap,
 )
 from retrodict._numerics import GaussianLaw, condition, linalg
-from retrodict.switching.chain import Mixture, Moves, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
 from retrodict.switching.gaussian_sum import (
     Update,
     default_rule,
@@ -37,6 +37,7 @@ from retrodict.switching.gaussian_sum import (
     prior_laws,
     updated,
 )
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import (
     SwitchingModel,
     each,
@@ -203,22 +204,21 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         )
         return eqx.tree_at(lambda f: (f.network, f.model), family, (None, copy))
 
-    def started(self, model: AbstractModel, batch: Series) -> "SwitchingFamily":
+    def started(self, model: SwitchingModel, batch: Series) -> "SwitchingFamily":
         """Return the family in the units of the data, with the model's law of regimes and states.
 
         A family `of_model` is returned unchanged: it is in original units.
         """
         require_state(model, "SwitchingFamily.prepare")
-        if model.num_regimes != self.num_regimes:  # pyright: ignore
+        if model.num_regimes != self.num_regimes:
             raise ValueError(
                 f"This SwitchingFamily has num_regimes={self.num_regimes}, and the model has"
-                f" {model.num_regimes}. Build the family"  # pyright: ignore
-                " with the num_regimes of the model."
+                f" {model.num_regimes}. Build the family with the num_regimes of the model."
             )
         if self.network is None:
             return self
         units = data_units(batch)
-        coordinates, near = model_near(unwrap(model), units, self.input_dim)  # pyright: ignore
+        coordinates, near = model_near(unwrap(model), units, self.input_dim)
         fresh = (jax.tree.map(Frozen, coordinates), near)
         return eqx.tree_at(lambda family: (family.coordinates, family.model), self, fresh)
 

@@ -21,7 +21,8 @@ from retrodict._model import (
     unwrap,
 )
 from retrodict._numerics import linalg
-from retrodict.switching.chain import Mixture, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
+from retrodict.switching.mixture import Mixture
 from retrodict.switching.model import (
     SwitchingModel,
     each,

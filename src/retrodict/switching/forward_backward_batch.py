@@ -15,7 +15,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from retrodict._model import Series, unwrap
-from retrodict._numerics import UNROLLED
 from retrodict.switching.forward_backward import smooth_regimes
 from retrodict.switching.model import (
     SwitchingModel,
@@ -23,6 +22,9 @@ from retrodict.switching.model import (
     prepare_switching_batch,
     require_finite,
 )
+
+FEW = 12
+"""Products with the transition matrix are written out for up to this many regimes."""
 
 
 class RegimeProbabilities(eqx.Module):
@@ -122,7 +124,7 @@ def _transposed_product(
 ) -> Float[Array, "regime series"]:
     """Return Aᵀ p of every series; written out for few regimes."""
     count = matrix.shape[0]
-    if count > UNROLLED:
+    if count > FEW:
         return jnp.matmul(matrix.T, law, precision="highest")
     total = matrix[0][:, None] * law[0][None]
     for i in range(1, count):

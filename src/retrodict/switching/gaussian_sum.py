@@ -29,7 +29,8 @@ from retrodict._linearised import (
 )
 from retrodict._model import AbstractLinearGaussianKernel, Series, unwrap
 from retrodict._numerics import GaussianLaw, condition, law_of, linalg, predict
-from retrodict.switching.chain import Mixture, Moves, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import (
     SwitchingModel,
     each,

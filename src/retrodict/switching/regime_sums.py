@@ -49,20 +49,15 @@ from retrodict._arrays import PRNGKey
 from retrodict._expectations import Estimate
 from retrodict._model import Frozen, Series, fill_padding
 from retrodict._numerics import linalg
-from retrodict.switching.chain import (
-    Mixture,
-    Moves,
-    Reversed,
-    SwitchingChain,
-    log_normal,
-    reverse_moves,
-)
+from retrodict.switching.chain import SwitchingChain
+from retrodict.switching.mixture import Mixture, Moves, log_normal
 from retrodict.switching.model import (
     SwitchingModel,
     emission_table,
     over_regimes,
     prior_log_probs,
 )
+from retrodict.switching.reversal import Reversed, reverse_moves
 
 
 class Nodes(NamedTuple):
@@ -208,8 +203,9 @@ def _step_back(model: SwitchingModel, nodes: Nodes, at: Rows, key: PRNGKey) -> t
     same = jnp.eye(regimes.shape[0], dtype=joint.dtype)
     weights = jnp.exp(nodes.log_weights)
     nothing = Step(jnp.zeros_like(terms), jnp.diag(weights), jnp.zeros_like(same), same, weights)
+    real = at.real
     return jax.tree.map(
-        lambda leaf, other: jnp.where(at.real, leaf, other), (new, step), (nodes, nothing)
+        lambda leaf, other: jnp.where(real, leaf, other), (new, step), (nodes, nothing)
     )
 
 
