@@ -200,13 +200,13 @@ def learn(
         num_samples=NUM_PATHS,
     )
     seconds = time.perf_counter() - began
-    say(f"{result.status} after {seconds:.1f} s, regimes of {result.occupancy.round()} rows")
+    say(f"{result.status} after {seconds:.1f} s; issues: {result.issues or 'none'}")
     return result.model, {
         "seconds": seconds,
         "seconds_of_starting_values": initialised - began,
         "status": result.status,
         "history": np.round(result.history, 6).tolist(),
-        "log_evidence_of_starts": result.start_evidences.tolist(),
+        "log_evidence_of_starts": result.start_values.tolist(),
     }
 
 

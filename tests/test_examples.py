@@ -11,7 +11,7 @@ SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.stem.st
 
 
 def test_examples_folder_is_not_empty():
-    assert len(SCRIPTS) == 6
+    assert len(SCRIPTS) == 7
 
 
 @pytest.mark.slow

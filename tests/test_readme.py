@@ -17,6 +17,7 @@ PAGES = [
     "docs/data.md",
     "docs/forecast.md",
     "docs/models.md",
+    "docs/switching.md",
     "docs/model-files.md",
     "docs/scale.md",
     "docs/bounds.md",

@@ -716,6 +716,9 @@ NOT_STORED = {
     "retrodict.particles.backward_weights": "BackwardWeights",
     "retrodict.particles.guided_smoother": "_Guide",
     "retrodict.particles.tempered": "TemperedFilter",
+    "retrodict.runs._switching": "SmoothedRegimes",
+    "retrodict.switching.fit_evidence": "_Loss",
+    "retrodict.switching.moments": "Paths RegimeMoments",
 }
 
 

@@ -124,7 +124,7 @@ def test_model_with_regimes_equals_its_equation(name: str, tmp_path: Path):
     value = model.log_joint(states, xs if model.state_dim else None, ys)
     p = {k: np.asarray(v) for k, v in named_parameters(model, fixed=True).items()}
     expected = case.oracle(p, zs, np.asarray(xs), np.asarray(ys))
-    if case.digits:  # the first state also holds the regimes before the first row
+    if digits is not None and case.digits:  # the first state holds the regimes before it, too
         first = digits[int(states[0])][::-1]
         expected += of_chain(p, first) - of_chain(p, first[-1:])
     np.testing.assert_allclose(value, expected, rtol=1e-9, err_msg=name)

@@ -15,7 +15,7 @@ import retrodict as rd
 from retrodict._families import AbstractFactorFamily
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
-from retrodict._model import Series, learnable
+from retrodict._model import Series
 from retrodict.online.gradient import Parts, parts_of
 
 KEY = jax.random.key(0)
@@ -87,7 +87,7 @@ def test_kalman_score_equals_log_evidence_gradient(short: Case):
     rows = rd.online.recursive_gradient(
         rd.online.KalmanScore(), None, short.model, short.ys, key=KEY, learn="model"
     )
-    model = learnable(short.model)
+    model = short.model.learnable()
     score = eqx.filter_jit(
         eqx.filter_grad(lambda m, k: rd.kalman_smoother(m, short.ys, length=k).log_evidence)
     )
@@ -143,7 +143,7 @@ SAMPLED = [
 def test_exact_chain_gives_noise_free_gradients(
     method: rd.online.AbstractRecursiveGradient, short: Case
 ):
-    model = learnable(short.model)
+    model = short.model.learnable()
     rows = rd.online.recursive_gradient(method, rd.KalmanFamily(model), model, short.ys, key=KEY)
     # The family's gradient vanishes draw by draw, and every draw knows the evidence.
     np.testing.assert_allclose(vector(rows.gradient[0]), 0.0, atol=1e-8)

@@ -294,7 +294,7 @@ def test_extreme_uniforms_select_weighted_particles(uniform: float, count: int):
     rng = np.random.default_rng(0)
     weights = rng.random((count, 50)) * (rng.random((count, 50)) < 0.3)
     weights[:16], weights[-5:], weights[8] = 0, 0, 1e-3
-    indices, _ = backward_module._descend(jnp.asarray(weights), jnp.full(50, uniform))
+    indices, _ = backward_module.descend(jnp.asarray(weights), jnp.full(50, uniform))
     expected = [np.flatnonzero(column)[0 if uniform == 0 else -1] for column in weights.T]
     np.testing.assert_array_equal(indices, expected)
 

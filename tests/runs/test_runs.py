@@ -33,7 +33,6 @@ from retrodict.data import _source
 from retrodict.runs import (
     _apply,
     _check,
-    _fit,
     _report,
     _residuals,
     _run,
@@ -707,10 +706,10 @@ def test_count_parameters_are_learned_by_the_elbo(tmp_path):
     table = data.read({"count": np.array([3.0, 4.0, 2.0, np.nan, 5.0, 1.0, 2.0, 4.0])})
     start = models.poisson_counts(mean=1.0, persistence=0.5, scale=0.3)
     folder = Folder(tmp_path, {})
-    learned, history, elbo = _training.fit_by_elbo(folder, jax.random.key(0), start, table, 2)
-    assert history.shape == (2,) and np.isfinite(elbo)
-    assert jax.tree.structure(learned) == jax.tree.structure(start)
-    assert not eqx.tree_equal(learned, start)
+    learned = _training.fit_by_elbo(folder, jax.random.key(0), start, table, 2)
+    assert learned.history.shape == (2,) and np.isfinite(learned.total)
+    assert jax.tree.structure(learned.model) == jax.tree.structure(start)
+    assert not eqx.tree_equal(learned.model, start)
 
 
 @pytest.mark.slow
@@ -881,9 +880,12 @@ def test_unimodal_draws_have_no_split_band(draw):
 
 def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `fit` write its starting model, without optimisation and standard errors."""
-    monkeypatch.setattr(
-        _fit, "fit_by_evidence", lambda _, __, model, ___: (model, np.zeros(1), 0.0, "converged")
-    )
+
+    def unchanged(_: Any, __: Any, model: Any, ___: Any) -> _training.Learned:
+        method, objective = "exact", "log-evidence"
+        return _training.Learned(model, np.zeros(1), 0.0, method, objective, search="converged")
+
+    monkeypatch.setattr(_training, "fit_by_evidence", unchanged)
     refused = {"refused": np.array("not computed.")}
     monkeypatch.setattr(_standard_errors, "_compute", lambda *_: refused)
 

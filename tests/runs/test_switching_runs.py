@@ -1,5 +1,6 @@
 """Runs of models with regimes: fit, tables, pictures, checks, reports, and refusals."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _training
+from retrodict.runs import _check_regimes, _training
 from retrodict.runs._plot import edges_of
 from retrodict.runs._report_content import Shade
 
@@ -86,8 +87,8 @@ def test_fit_has_the_likelihood_of_statsmodels(run: runs.Run, table: data.Table)
     parameters = np.r_[p["transition"][:, 0], p["mean"][:, 0], p["scale"][:, 0] ** 2]
     np.testing.assert_allclose(results["total"], peer.loglike(parameters), rtol=1e-8)
     # A maximum: statsmodels finds nothing higher from here.
-    better = peer.fit(start_params=parameters, disp=False).llf
-    assert better < results["total"] + 1e-3
+    better: Any = peer.fit(start_params=parameters, disp=False)
+    assert better.llf < results["total"] + 1e-3
 
 
 def test_record_describes_regimes(run: runs.Run, truth: tuple):
@@ -160,7 +161,7 @@ def test_states_and_regimes_of_several_series(levels: tuple, two_series: pd.Data
     frame = data.to_frame(table, smoothed, state_names=runs.state_names(run))
     assert len(frame) == 105 and {"regime_1", "regime", "level_mean", "level_upper"} <= set(frame)
     # The evidence of both series, by the smoother of the library.
-    parts = [two_series[two_series["id"] == name]["y"].to_numpy()[:, None] for name in "ab"]
+    parts = [np.asarray(two_series["y"][two_series["id"] == name])[:, None] for name in "ab"]
     total = sum(float(rd.switching.log_evidence(run.model, part)) for part in parts)
     np.testing.assert_allclose(run.record["results"]["total"], total, rtol=1e-8)
     draws = runs.impute(run, table, 20)
@@ -176,6 +177,16 @@ def test_approximate_posterior_is_compared_with_importance_weights(levels: tuple
     gap = findings["gap of the ELBO to the importance evidence"]
     assert 0 <= gap.numbers["value"] < 0.05 and gap.numbers["series"] == 2
     assert "k-hat of path weights" in findings
+
+
+def test_scales_at_zero_are_compared_without_rounding_errors(levels: tuple):
+    """Noise of 1e-18 of the data: densities of sampled paths would be rounding errors."""
+    run, table = levels
+    model = models.with_parameters(run.model, {"level_scale": 1e-18})
+    key = jax.random.key(0)
+    fixed = dataclasses.replace(run, model=model)
+    findings = _check_regimes.check_posterior(fixed, table, key, 100)
+    assert findings[0].numbers["value"] < 0.05
 
 
 def test_pictures_and_reports_shade_regimes(levels: tuple, tmp_path: Path):
@@ -269,7 +280,7 @@ def test_constant_series_get_an_answer(options: list[str], tmp_path: Path, monke
     spec = models.load("markov_switching").with_options(options)
     table = rows_of([3.0] * 12)
     run = runs.fit(table, spec, tmp_path / "run")
-    smoothed = runs.smooth(run, table)
+    smoothed: Any = runs.smooth(run, table)
     assert np.isfinite(np.asarray(smoothed.probabilities)).all()
     (finding,) = [f for f in runs.check(run, table).findings if f.name.startswith("parameters at")]
     assert finding.verdict != "good"

@@ -1,19 +1,20 @@
 """Markov-switching autoregressions against statsmodels, with the series that it ships."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import statsmodels.api as sm
-from tests.helpers.statsmodels_series import statsmodels_series
+from statsmodels_series import statsmodels_series
 
 import retrodict as rd
 from retrodict.switching import (
     base_probabilities,
     canonical_order,
     em,
-    fit_evidence,
     forward_backward,
     log_evidence,
     markov_autoregression,
@@ -149,20 +150,17 @@ def test_refuses_models_in_which_nothing_switches(options, message):
 @pytest.mark.slow
 def test_em_finds_hamiltons_maximum_from_at_least_eight_of_ten_starts():
     mod = sm.tsa.MarkovAutoregression(GNP, k_regimes=2, order=4, switching_ar=False)
-    wanted = mod.fit(disp=False)
+    wanted: Any = mod.fit(disp=False)
     model = markov_autoregression(2, order=4, ys=GNP)
     result = em(
-        jax.random.key(0), model, GNP[:, None], num_starts=10, num_iterations=500, tolerance=1e-9
+        jax.random.key(0), model, GNP[:, None], num_starts=10, num_iterations=500, tolerance=1e-11
     )
     best = max(wanted.llf, result.log_evidence)
     assert np.sum(result.start_values > best - 0.01) >= 8
-    polished = fit_evidence(
-        jax.random.key(1), result.model, GNP[:, None], num_starts=1, progress=False
-    )
-    model = canonical_order(polished.model)
+    model = canonical_order(result.model)
     got = rd.unwrap(model.emission.levels), rd.unwrap(model.emission.coefficients)[0]
     np.testing.assert_allclose(got[0], wanted.params[2:4], rtol=0.01)
-    np.testing.assert_allclose(got[1], wanted.params[5:], rtol=0.01, atol=1e-3)
+    np.testing.assert_allclose(got[1], wanted.params[5:], rtol=0.01)
     np.testing.assert_allclose(
         np.exp(model.regimes.base_transition()), transition_of(mod, wanted.params), rtol=0.01
     )
@@ -186,7 +184,7 @@ def test_em_finds_the_best_variances_from_at_least_eight_of_ten_starts(count):
     variances = np.asarray(rd.unwrap(model.emission.std)) ** 2
     # statsmodels from our maximum: its own starts reach a lower one with three regimes.
     start = np.concatenate([transition[:, :-1].T.ravel(), variances])
-    wanted = mod.fit(start_params=start, em_iter=0, disp=False)
+    wanted: Any = mod.fit(start_params=start, em_iter=0, disp=False)
     np.testing.assert_allclose(result.log_evidence, wanted.llf, atol=0.01)
     np.testing.assert_allclose(variances, wanted.params[-count:], rtol=0.01)
     np.testing.assert_allclose(

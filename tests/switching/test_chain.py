@@ -64,7 +64,9 @@ def test_moments_are_those_of_the_paths(series):
     moments = chain.marginals(jax.random.key(2), num_samples=4000)
     count = np.sqrt(4000)
     members = np.eye(2)[np.array(trace.zs)]
-    error = members.std(0) / count + 1e-9
+    shares = np.array(moments.probabilities)
+    # A regime that is expected in fewer than one path in a thousand may occur in none.
+    error = np.sqrt(np.maximum(shares * (1 - shares), 1e-3)) / count
     assert np.all(np.abs(members.mean(0) - moments.probabilities) < 4.5 * error)
     xs = np.array(trace.xs)
     assert np.all(np.abs(xs.mean(0) - moments.mean) < 4.5 * xs.std(0) / count)

@@ -54,11 +54,10 @@ def test_enumeration_is_the_sum_over_joint_gaussians(regimes, state_dim, n):
     joint = first[paths[:, 0]] + moves[paths[:, :-1], paths[:, 1:]].sum(axis=1)
     joint += np.array([law.log_evidence for law in laws])
     weights = np.exp(joint - logsumexp(joint))
-    mean = sum(w * law.mean for w, law in zip(weights, laws, strict=True))
-    second = sum(
-        w * (law.marginal_covariances() + law.mean[:, :, None] * law.mean[:, None, :])
-        for w, law in zip(weights, laws, strict=True)
-    )
+    means = np.stack([law.mean for law in laws])
+    spreads = np.stack([law.marginal_covariances() for law in laws])
+    mean = np.einsum("p,pti->ti", weights, means)
+    second = np.einsum("p,ptij->tij", weights, spreads + means[..., :, None] * means[..., None, :])
     members = np.eye(regimes)[paths]
     np.testing.assert_allclose(exact.log_evidence, logsumexp(joint), rtol=1e-11)
     marginals = exact.marginals

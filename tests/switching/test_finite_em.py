@@ -1,5 +1,7 @@
 """Exact EM of hidden Markov models."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +68,7 @@ def test_one_iteration_of_lagged_emissions_is_a_weighted_regression():
     _, ys, us = simulated(model)
     law = rd.switching.forward_backward(model, ys, inputs=us).chain.marginals()
     new = em(jax.random.key(0), model, ys, inputs=us, num_iterations=1).model
+    assert us is not None
     rows = np.stack([ys[:-1, 0], us[1:, 0], np.ones(len(ys) - 1)], axis=1)
     for j in range(2):
         roots = np.sqrt(np.asarray(law.probabilities)[1:, j])
@@ -123,7 +126,7 @@ def test_em_and_gradients_find_the_same_maximum():
     mask = jax.random.bernoulli(jax.random.key(1), 0.9, batch.shape[:2])[..., None]
     mask = jnp.broadcast_to(mask, batch.shape)
     length = jnp.array([200, 150])
-    options = {"mask": mask, "length": length}
+    options: Any = {"mask": mask, "length": length}
     by_em = em(jax.random.key(0), model, batch, num_iterations=300, tolerance=1e-10, **options)
     by_slope = fit_evidence(
         jax.random.key(0), model, batch, num_starts=1, progress=False, **options
@@ -165,3 +168,11 @@ def test_refuses_states_and_series_without_data():
     model = gaussian_model()
     with pytest.raises(ValueError, match="observed entries"):
         em(jax.random.key(0), model, jnp.full((5, 2), jnp.nan))
+
+
+def test_reports_a_regime_that_shrinks_to_equal_rows():
+    noise = jax.random.normal(jax.random.key(0), (80, 2))
+    ys = noise.at[30:50].set(0.0)
+    laws = [rd.Gaussian(jnp.zeros(2), scale * jnp.eye(2)) for scale in (1e-3, 1.0)]
+    result = em(jax.random.key(0), SwitchingModel(STICKY, emission=laws), ys, num_iterations=5)
+    assert any("regime 0 shrank" in issue for issue in result.issues)

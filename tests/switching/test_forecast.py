@@ -114,13 +114,13 @@ def test_forecast_of_one_regime_equals_that_of_the_model_without():
 
 def test_first_row_ahead_of_lagged_model_follows_the_last_row():
     chain = switching.forward_backward(LAGGED, YS).chain
-    ahead = switching.forecast(KEY, LAGGED, chain, 2, ys=YS, num_samples=NUM)
+    ahead = switching.forecast(KEY, LAGGED, chain, 2, observed=YS, num_samples=NUM)
     weight = exact_ahead(np.asarray(chain.filtered[-1]), 1)[0]
     means = np.array([0.5 * 0.4, -0.5 * 0.4 + 2.0])
     # Only the regime before is sampled: 5 standard errors.
     error = 5 * float(ahead.mean_standard_error[0, 0])
     assert abs(float(ahead.mean[0, 0]) - weight @ means) < error
-    with pytest.raises(ValueError, match="pass `ys`"):
+    with pytest.raises(ValueError, match="pass `observed`"):
         switching.forecast(KEY, LAGGED, chain, 2)
 
 
@@ -129,9 +129,9 @@ def test_forecast_starts_after_the_last_existing_row():
     padded = jnp.concatenate([YS, jnp.full((2, 1), 9.0)])
     for model in (HIDDEN_MARKOV, LEVEL, LAGGED):
         smoother: Any = switching.forward_backward if model.is_finite else switching.gpb2_smoother
-        whole = switching.forecast(KEY, model, smoother(model, YS).chain, 2, ys=YS)
+        whole = switching.forecast(KEY, model, smoother(model, YS).chain, 2, observed=YS)
         chain = smoother(model, padded, length=5).chain
-        short = switching.forecast(KEY, model, chain, 2, ys=padded)
+        short = switching.forecast(KEY, model, chain, 2, observed=padded)
         for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(short), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-9)
 
@@ -181,7 +181,7 @@ def test_missing_entries_follow_the_others_of_their_row():
 
 def test_rows_that_lags_condition_on_are_the_observed_ones():
     chain = switching.forward_backward(LAGGED, YS).chain
-    replicates = switching.predictive(KEY, LAGGED, chain, 3, ys=YS)
+    replicates = switching.predictive(KEY, LAGGED, chain, 3, observed=YS)
     np.testing.assert_array_equal(replicates[:, 0, 0], np.full(3, 0.3))
     assert np.all(np.asarray(replicates[:, 1:]) != np.asarray(YS)[None, 1:])
 

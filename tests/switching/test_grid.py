@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.helpers.switching_models import linear, recurrent
+from switching_models import linear, recurrent
 
 import retrodict as rd
 

@@ -23,7 +23,7 @@ def read(model: rd.switching.SwitchingModel) -> dict:
 
 
 def test_errors_equal_those_of_a_hessian_by_differences(fitted: tuple):
-    """In other coordinates, (p_00, p_11, means, scales): at a maximum errors do not depend on it."""
+    """In other coordinates, (p_00, p_11, means, scales): errors at a maximum are the same."""
     model, ys = fitted
     errors = switching.parameter_errors(model, ys, read=read)
     assert errors.status == "fine" and errors.distance < 1e-2

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.helpers.assertions import raises_with
+from assertions import raises_with
 
 import retrodict as rd
 
@@ -71,6 +71,14 @@ def test_gaps_batches_padding_and_frozen_emissions(simulated):
     garbage = batch.at[1, 140:].set(1e5)
     again = switching.initialise(jax.random.key(2), model, garbage, length=length)
     assert eqx.tree_equal(start, again)
+
+
+def test_a_few_rows_give_finite_values(simulated):
+    _, _, ys = simulated
+    start = switching.initialise(jax.random.key(1), drifting(), ys[:3], num_restarts=2)
+    assert jnp.isfinite(switching.gpb2_smoother(start, ys[:3]).log_evidence)
+    same = switching.initialise(jax.random.key(1), drifting(), ys[:1])
+    assert eqx.tree_equal(same, drifting())
 
 
 def test_fewer_columns_than_states_use_lags():

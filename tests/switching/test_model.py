@@ -1,5 +1,7 @@
 """Switching models: densities against explicit sums, simulation, and refused arguments."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,12 +9,13 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 from assertions import raises_with
-from scipy.stats import multivariate_normal as normal
+from scipy.stats import multivariate_normal
 from switching_models import hidden_markov, linear, probabilities, recurrent
 
 import retrodict as rd
 
 SwitchingModel = rd.switching.SwitchingModel
+normal: Any = multivariate_normal
 
 
 def explicit_log_joint(model, zs, xs, ys):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.helpers.assertions import assert_close
+from assertions import assert_close
 
 import retrodict as rd
 from retrodict.switching.moments import RegimeMoments, draw_paths, pool

@@ -161,6 +161,7 @@ def test_smoothed_moments_agree_with_enumeration(case):
         np.testing.assert_allclose(jnp.mean(moment, axis=0), products, atol=0.05)
 
 
+@pytest.mark.slow
 def test_few_particles_are_close_on_a_longer_series():
     model = model_of(3, 2)
     zs, xs, ys = model.simulate(jax.random.key(1), 60)

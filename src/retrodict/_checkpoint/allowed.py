@@ -123,8 +123,9 @@ CLASSES: dict[str, str] = {
         RejectionBackward
     """,
     "retrodict.switching": """
-        Mixture Moves Regimes SwitchingChain SwitchingFamily SwitchingMarginals SwitchingModel
-        SwitchingPosterior
+        Mixture Moves RaoBlackwellisedPosterior RegimeHistories RegimeProbabilities Regimes
+        SwitchingChain SwitchingFamily SwitchingFit SwitchingForecast SwitchingGridPosterior
+        SwitchingImportance SwitchingMarginals SwitchingModel SwitchingPosterior
     """,
     # Private records within the public ones.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
@@ -163,9 +164,12 @@ CLASSES: dict[str, str] = {
     "retrodict.particles.cloud": "Filter",
     "retrodict.particles.proposal": "_MeanLookahead",
     "retrodict._learning.train": "TrainHistory TrainState",
+    "retrodict.switching.autoregression": "AutoregressiveEmission",
     "retrodict.switching.enumeration": "Enumeration",
+    "retrodict.switching.model": "Stacked",
     "retrodict.switching.product": "ProductPrior ProductRegimes ProductTransition",
     "retrodict.switching.family": "Look SwitchingRow SwitchingState",
+    "retrodict.switching.model": "Stacked",
     "retrodict.models._counts": "BinomialLaw NegativeBinomialLaw PoissonLaw",
     "retrodict.models._equations": """
         ConstantVelocity Lagged LinearDynamics MeanReverting Observed Regular Stationary Structural

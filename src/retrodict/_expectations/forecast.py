@@ -367,7 +367,7 @@ def _complete(
 
 
 def complete_row(
-    emission: AbstractKernel, key: PRNGKey, x: Array, y: Array, observed: Array, u: Array | None
+    emission: AbstractKernel, key: PRNGKey, x: Array, y: Array, observed: Any, u: Array | None
 ) -> Float[Array, "obs"]:
     """Return the observed entries of a row, and draws of the others given them and the state."""
     draw = emission.sample(key, x, u)

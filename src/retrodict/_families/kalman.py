@@ -29,7 +29,6 @@ from retrodict._model import (
     check_densities,
     dense_scale,
     is_linear_gaussian,
-    learnable,
     unwrap,
 )
 from retrodict._numerics import GaussianLaw, condition, law_of, predict, reverse
@@ -95,7 +94,7 @@ class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
             )
         check_densities(plain, "KalmanFamily")
         self.model = jax.tree.map(
-            lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, learnable(model)
+            lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, model.learnable()
         )
         self.state_dim = plain.state_dim
         self.input_dim = input_dim_of("KalmanFamily", plain, input_dim)

@@ -16,7 +16,6 @@ from retrodict._model import (
     AbstractParameter,
     PositiveTril,
     StationaryCoefficients,
-    learnable,
 )
 
 
@@ -87,7 +86,7 @@ def _coordinates(arrays: PyTree, places: tuple[Array, ...]) -> Float[Array, "par
 
 def coordinates_of(model: Any) -> ModelCoordinates:
     """Return the coordinates of the parameters that `fit` and `fit_evidence` learn."""
-    model = learnable(model)
+    model = model.learnable()
     moving = jax.tree.leaves(_learned_entries(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
     owners = dict(jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_constrained))

@@ -24,7 +24,6 @@ from retrodict._model import (
     Series,
     StateSpaceModel,
     dense_scale,
-    learnable,
     scale_solve,
     unwrap,
 )
@@ -204,7 +203,7 @@ def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series)
     if learns_emission and not is_frozen(emission, "emission"):
         refuse_partly_missing_rows(batch)
         emission = _new_emission(emission, chains, batch)
-    return learnable(StateSpaceModel(prior, transition, emission))
+    return StateSpaceModel(prior, transition, emission).learnable()
 
 
 def _has_data(batch: Series) -> tuple[bool, bool]:

@@ -27,7 +27,7 @@ from retrodict._learning.train import (
     start,
     train,
 )
-from retrodict._model import Series, StateSpaceModel, learnable, unwrap
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 
@@ -128,7 +128,7 @@ def fit_evidence(
     axes = () if devices is None else devices.axis_names
     size = sys.maxsize if batch_size is None else check_count(batch_size, "batch_size")
     batches: Any = dataset.loader(key, size, chunk_size, axes)
-    model = learnable(model)
+    model = model.learnable()
     parameters, fixed = eqx.partition(model, is_learnable(model))
     loss = EvidenceLoss(fixed, log_prior, 1.0 / dataset.num_rows)
 

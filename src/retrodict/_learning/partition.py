@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._model import AbstractModel, Frozen, learnable, unwrap
+from retrodict._model import AbstractModel, Frozen, unwrap
 
 Learn = Literal["family", "model", "both"]
 
@@ -75,7 +75,7 @@ def partition(family: Any, model: AbstractModel, learn: Learn | PyTree, owner: s
                 f" over (family, model), got {learn!r}."
             )
         chosen = CHOICES[learn]
-        model = model if learn == "family" else learnable(model)
+        model = model if learn == "family" else model.learnable()
     pair = (family, model)
     try:
         moving = jax.tree.map(

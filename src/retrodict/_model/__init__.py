@@ -32,7 +32,6 @@ from retrodict._model.model import AbstractModel as AbstractModel
 from retrodict._model.model import StateSpaceModel as StateSpaceModel
 from retrodict._model.model import check_densities as check_densities
 from retrodict._model.model import is_linear_gaussian as is_linear_gaussian
-from retrodict._model.model import learnable as learnable
 from retrodict._model.model import prepare_data as prepare_data
 from retrodict._model.model import prepare_data_batch as prepare_data_batch
 from retrodict._model.model import prepare_data_row as prepare_data_row

@@ -3,7 +3,7 @@
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -48,28 +48,13 @@ from retrodict._model.series import (
 from retrodict.distributed import is_multi_process, to_hosts
 
 M = TypeVar("M", bound="AbstractModel")
-T = TypeVar("T")
-
-
-if TYPE_CHECKING:
-    # A type checker would take abstract variables for properties.
-    Abstract = Annotated[T, "a field that final classes declare"]
-else:
-    Abstract = eqx.AbstractVar
 
 
 class AbstractModel(AbstractWhole):
     """A joint law of hidden variables and of series, from which `fit` learns.
 
-    Attributes:
-        prior: the law of the first state.
-        transition: the kernel of the states.
-        emission: the kernel from states to observations.
+    It has fields `prior`, `transition` and `emission`.
     """
-
-    prior: Abstract[Any]
-    transition: Abstract[Any]
-    emission: Abstract[Any]
 
     @property
     @abstractmethod
@@ -90,6 +75,18 @@ class AbstractModel(AbstractWhole):
     @abstractmethod
     def batch(self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None) -> Series:
         """Return several series, checked against the model, with a leading axis `batch`."""
+
+    def learnable(self: M) -> M:
+        """Return the model with its Gaussian scales as parameters that stay positive in training.
+
+        Existing parameters, `Frozen` ones included, are left unchanged.
+        """
+        parts = {}
+        for name in ("prior", "transition", "emission"):
+            part = getattr(self, name)
+            several = isinstance(part, tuple)
+            parts[name] = tuple(map(_learnable_part, part)) if several else _learnable_part(part)
+        return dataclasses.replace(self, **parts)
 
 
 class StateSpaceModel(AbstractModel):
@@ -351,21 +348,6 @@ def is_linear_gaussian(model: StateSpaceModel) -> bool:
     return isinstance(model.prior, Gaussian) and all(
         isinstance(kernel, AbstractLinearGaussianKernel) for kernel in kernels
     )
-
-
-def learnable(model: M) -> M:
-    """Return the model with its Gaussian scales as parameters that stay positive in training.
-
-    Existing parameters, `Frozen` ones included, are left unchanged. Parts may be tuples, with one
-    part per regime.
-    """
-
-    def of(part: Any) -> Any:
-        is_one = lambda node: not isinstance(node, tuple)  # noqa: E731
-        return jax.tree.map(_learnable_part, part, is_leaf=is_one)
-
-    names = ("prior", "transition", "emission")
-    return dataclasses.replace(model, **{name: of(getattr(model, name)) for name in names})
 
 
 def _learnable_part(part: Any) -> Any:

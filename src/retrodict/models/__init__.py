@@ -11,6 +11,7 @@ from retrodict.models._coordinates import state_names as state_names
 from retrodict.models._counts import binomial_counts as binomial_counts
 from retrodict.models._counts import negative_binomial_counts as negative_binomial_counts
 from retrodict.models._counts import poisson_counts as poisson_counts
+from retrodict.models._equations import MODELS as MODELS
 from retrodict.models._neural import neural_decoder as neural_decoder
 from retrodict.models._parameters import fix_parameters as fix_parameters
 from retrodict.models._parameters import named_parameters as named_parameters

@@ -5,7 +5,7 @@ it. Each parameter is stored and named once.
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -112,7 +112,14 @@ def num_base_regimes(model: SwitchingModel) -> int:
 class AbstractByRegime(AbstractNamed):
     """Laws of all regimes as a function of named parameters."""
 
-    num_regimes: eqx.AbstractVar[int]
+    if TYPE_CHECKING:
+
+        @property
+        def num_regimes(self) -> int:
+            """The number K of regimes."""
+            ...
+    else:
+        num_regimes: eqx.AbstractVar[int]
 
     @abstractmethod
     def parts(self) -> tuple[Any, ...]:
@@ -285,7 +292,7 @@ def canonical_order(model: SwitchingModel) -> np.ndarray | None:
     return np.arange(count)
 
 
-def with_regimes(model: SwitchingModel, order: Any) -> SwitchingModel:
+def with_regimes(model: SwitchingModel, order: Any) -> Any:
     """Return a ready model with its regimes in another order.
 
     Args:

@@ -33,8 +33,11 @@ from retrodict._model import (
 )
 from retrodict.switching import SwitchingModel
 
-Model: TypeAlias = StateSpaceModel | SwitchingModel
+MODELS = (StateSpaceModel, SwitchingModel)
 """The models that can be named, fitted and stored."""
+
+Model: TypeAlias = Any
+"""One of `MODELS`; a caller knows which one it asked for, so that types do not distinguish them."""
 
 LAG_NOISE = 1e-3
 """The noise of coordinates that hold earlier values, relative to the noise of those values.

@@ -223,7 +223,7 @@ def markov_switching(
         tuple(map(tuple, law.value.digits.tolist())),
         "markov_switching",
     )
-    return SwitchingModel(law, ByRegime(equation), num_lags=order)
+    return SwitchingModel(regimes=law, emission=ByRegime(equation), num_lags=order)
 
 
 @ready("a hidden Markov model with normal or Poisson rows", start_hmm)
@@ -254,7 +254,7 @@ def hmm(*, regimes: int = 2, emission: str = "gaussian", obs_dim: int = 1) -> Sw
         equation = SwitchingPoisson(Positive(WIDEST**levels), regimes)
     else:
         raise ValueError(f"`emission` must be gaussian or poisson, got {emission!r}.")
-    return SwitchingModel(_regimes(regimes), ByRegime(equation))
+    return SwitchingModel(regimes=_regimes(regimes), emission=ByRegime(equation))
 
 
 @ready("a random walk whose noise or drift has regimes, observed with noise", start_level)

@@ -16,7 +16,7 @@ import jax
 
 from retrodict._arrays import PRNGKey
 from retrodict._interface import ModelError, nearest
-from retrodict.models._equations import Model
+from retrodict.models._equations import MODELS, Model
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
 from retrodict.models._registry import (
     check_options,
@@ -273,7 +273,7 @@ def load(
     if isinstance(reference, ModelSpec):
         return reference
     if not isinstance(reference, str):
-        if not (isinstance(reference, Model) or callable(reference)):
+        if not (isinstance(reference, MODELS) or callable(reference)):
             raise TypeError(
                 "A model must be a name, a StateSpaceModel or a function of no arguments that"
                 f" returns one, got {type(reference).__name__}."
@@ -322,12 +322,12 @@ def _reason(error: BaseException) -> str:
 
 def _built(model: Any, reference: str) -> Model:
     """Return a model, or call the function that returns one."""
-    if callable(model) and not isinstance(model, Model):
+    if callable(model) and not isinstance(model, MODELS):
         try:
             model = model()
         except (Exception, SystemExit) as error:
             raise ModelError(f"{reference}: calling it raised {_reason(error)}.") from error
-    if not isinstance(model, Model):
+    if not isinstance(model, MODELS):
         raise ModelError(
             f"{reference} must be a StateSpaceModel or a function of no arguments that returns one,"
             f" got {type(model).__name__}."

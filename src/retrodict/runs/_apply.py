@@ -113,7 +113,9 @@ def forecast(
     model, keys = rd.unwrap(run.model), jax.random.split(jax.random.key(seed), table.num_series)
     if isinstance(model, rd.switching.SwitchingModel):
         ys = np.where(table.mask, table.ys, 0.0)
-        return switching.forecast(model, keys, smoothed.chain, ys, num_times, future, num_samples)
+        return switching.forecast_rows(
+            model, keys, smoothed.chain, ys, num_times, future, num_samples
+        )
     return for_each_series(
         lambda key, chain, u: rd.forecast(
             key, model, chain, num_times, inputs=u, num_samples=num_samples

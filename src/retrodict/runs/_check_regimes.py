@@ -19,6 +19,9 @@ MIN_ROWS = 5.0
 MIN_STARTS = 2
 """With fewer starts at the best maximum, a higher one may exist."""
 
+LEAST = 1e-5
+"""Smaller scales, relative to the spread of the data, are raised to this before a comparison."""
+
 SMALL_GAP, LARGE_GAP = 0.02, 0.2
 """Gaps of an ELBO in nats per row, as for other models."""
 
@@ -95,6 +98,7 @@ def check_posterior(run: Run, table: data.Table, key: Any, count: int) -> list[F
     if model.is_finite:
         meaning = "the forward–backward algorithm computes it without approximation"
         return [Finding("posterior", "exact", meaning, "good")]
+    model = rd.unwrap(_with_visible_scales(run.model, table))
     series = [table.one(i) for i in range(table.num_series)]
     try:
         checks = [
@@ -133,6 +137,22 @@ def check_posterior(run: Run, table: data.Table, key: Any, count: int) -> list[F
             {"value": shape, "series": len(checks)},
         ),
     ]
+
+
+def _with_visible_scales(model: Any, table: data.Table) -> Any:
+    """Return the model with scales of at least `LEAST` times the spread of the data.
+
+    Densities of a scale at the edge of zero would consist of rounding errors.
+    """
+    least = LEAST * float(np.std(table.ys[table.mask]) or 1.0)
+    domains = models.parameter_domains(model)
+    values = models.named_parameters(model, fixed=True, entries=True)
+    raised = {
+        name: least
+        for name, value in values.items()
+        if domains[name] == (0.0, np.inf) and float(value) < least
+    }
+    return models.with_parameters(model, raised)
 
 
 def _grade(gap: float) -> Verdict:

@@ -26,8 +26,8 @@ from retrodict.runs._record import (
     read_record,
 )
 
-AnyModel: TypeAlias = rd.StateSpaceModel | rd.switching.SwitchingModel
-"""The models that a run may have."""
+AnyModel: TypeAlias = Any
+"""The models that a run may have, one of `models.MODELS`."""
 
 Model: TypeAlias = str | AnyModel | Callable[[], AnyModel] | models.ModelSpec
 """The models that `retrodict.models.load` accepts."""
@@ -53,7 +53,7 @@ class Run:
     Attributes:
         path: its folder.
         spec: the specification of the model.
-        model: the fitted model.
+        model: the fitted model, a `StateSpaceModel` or a `SwitchingModel`.
         family: the trained family; `None` for linear-Gaussian models and those with regimes, which
             need none.
         record: the content of `run.json`: layout of the table, options, data, results.
@@ -61,7 +61,7 @@ class Run:
 
     path: Path
     spec: models.ModelSpec
-    model: AnyModel
+    model: Any
     family: rd.AbstractFamily | None
     record: Mapping[str, Any]
 
@@ -188,7 +188,7 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
                 " fit a model that is named as module:name."
             )
         raise RunError(f"{path}: {error}{remedy}", model=...) from error
-    if not isinstance(loaded, AnyModel):
+    if not isinstance(loaded, models.MODELS):
         raise RunError(f"{path / MODEL} contains no model. Fit again to another folder.")
     if family is not None and not isinstance(family, rd.AbstractFamily):
         raise RunError(f"{path / FAMILY} contains no family. Fit again to another folder.")
@@ -313,7 +313,7 @@ def parameter_entries(model: AnyModel, columns: Sequence[str]) -> dict[str, Entr
     }
 
 
-def with_structure_of(before: AnyModel, learned: AnyModel) -> AnyModel:
+def with_structure_of(before: Any, learned: Any) -> Any:
     """Return the learned model with the structure of the original model.
 
     Scales that were plain arrays are wrapped while they are learned, to stay positive. A checkpoint

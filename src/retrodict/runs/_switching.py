@@ -141,7 +141,7 @@ def refuse_series(model: rd.switching.SwitchingModel, table: data.Table) -> None
 
 
 @eqx.filter_jit
-def forecast(
+def forecast_rows(
     model: rd.switching.SwitchingModel,
     keys: Any,
     chain: Any,
@@ -154,7 +154,7 @@ def forecast(
 
     def one(key: Any, chain: Any, ys: Any, us: Any) -> Any:
         ahead = rd.switching.forecast(
-            key, model, chain, num_times, ys=ys, inputs=us, num_samples=num_samples
+            key, model, chain, num_times, observed=ys, inputs=us, num_samples=num_samples
         )
         of_regimes = rd.switching.base_probabilities(model, ahead.probabilities)
         return eqx.tree_at(lambda result: result.probabilities, ahead, of_regimes)
@@ -169,7 +169,7 @@ def replicates(
     """Draw replicates of each series along its smoothed regimes and states."""
 
     def one(key: Any, chain: Any, ys: Any, us: Any) -> Array:
-        return rd.switching.predictive(key, model, chain, num_samples, ys=ys, inputs=us)
+        return rd.switching.predictive(key, model, chain, num_samples, observed=ys, inputs=us)
 
     return eqx.filter_vmap(one)(keys, chain, ys, us)
 
@@ -215,7 +215,7 @@ def drawn_ahead(
         before = rd.switching.SwitchingChain(chain.laws, chain.moves, length)
         inputs = None if u is None else u[None]
         ahead = rd.switching.forecast(
-            key, model, before, 1, ys=ys, inputs=inputs, num_samples=num_samples
+            key, model, before, 1, observed=ys, inputs=inputs, num_samples=num_samples
         )
         return ahead.observations[:, 0]
 

@@ -50,7 +50,7 @@ MAX_SWITCHING_STEPS = 200
 NUM_EM_STARTS, MAX_EM_STEPS = 3, 100
 """Starts and steps of EM, for models with a free kernel per regime."""
 
-SAME = 0.01
+SAME = 0.1
 """Starts whose log-evidence differs by less, in nats, have reached the same maximum."""
 
 
@@ -69,7 +69,7 @@ class Learned(NamedTuple):
         details: further entries of the record.
     """
 
-    model: AnyModel
+    model: Any
     history: np.ndarray
     total: float
     method: str
@@ -114,7 +114,7 @@ def fit_regimes(
         raise RunError("A model with regimes is fitted by one process; run `fit` without the job.")
 
     def compute() -> dict[str, Any]:
-        result, starts = _search(key, model, table)
+        result = _search(key, model, table)
         fitted = with_structure_of(model, result.model)
         order = models.canonical_order(fitted)
         if order is not None:
@@ -124,7 +124,7 @@ def fit_regimes(
             "history": np.asarray(result.history),
             "issues": np.array(_issues(result, order)),
             "status": np.array(result.status),
-            "starts": np.asarray(starts, float),
+            "starts": np.asarray(result.start_values, float),
         }
 
     stage = folder.stage("the parameters, by their evidence", compute)
@@ -154,11 +154,6 @@ def fit_regimes(
 
 def _issues(result: Any, order: np.ndarray | None) -> str:
     """Return what is wrong with the regimes of a fit, one line each, in their present order."""
-    if isinstance(result, rd.switching.SwitchingEMResult):
-        return "\n".join(
-            f"regime {j + 1} has fewer rows than regressors: use fewer regimes"
-            for j in result.unsupported
-        )
     place = {} if order is None else {int(old): new for new, old in enumerate(order)}
     return re.sub(
         r"(?<=regime )\d+|(?<=regimes )\d+|(?<= and )\d+",
@@ -167,13 +162,13 @@ def _issues(result: Any, order: np.ndarray | None) -> str:
     )
 
 
-def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> tuple[Any, Any]:
-    """Return the best fit of several starts, and the log-evidence that each start reached.
+def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> Any:
+    """Return the best fit of several starts.
 
     A model that is learned by regressions takes its starting values from local ones.
     """
     if not by_regressions(model):
-        result = rd.switching.fit_evidence(
+        return rd.switching.fit_evidence(
             key,
             model,
             **table.batch(),
@@ -181,14 +176,12 @@ def _search(key: Any, model: rd.switching.SwitchingModel, table: data.Table) -> 
             num_steps=MAX_SWITCHING_STEPS,
             progress=False,
         )
-        return result, result.start_values
     start_key, em_key = jax.random.split(key)
     batch = table.batch()
     start = rd.switching.initialise(start_key, model, **batch)
-    result = rd.switching.em(
+    return rd.switching.em(
         em_key, start, **batch, num_starts=NUM_EM_STARTS, num_iterations=MAX_EM_STEPS
     )
-    return result, result.start_evidences * table.summary.num_rows
 
 
 def _leaves(model: AnyModel) -> dict[str, Any]:

@@ -1,13 +1,10 @@
 """Switching models: regimes and continuous states together."""
 
 from retrodict.switching.autoregression import markov_autoregression as markov_autoregression
-from retrodict.switching.chain import Mixture as Mixture
-from retrodict.switching.chain import Moves as Moves
 from retrodict.switching.chain import SwitchingChain as SwitchingChain
 from retrodict.switching.chain import SwitchingMarginals as SwitchingMarginals
 from retrodict.switching.elbo import elbo as elbo
 from retrodict.switching.elbo_of_rows import switching_elbo_of_rows as switching_elbo_of_rows
-from retrodict.switching.em import SwitchingEMResult as SwitchingEMResult
 from retrodict.switching.em import em as em
 from retrodict.switching.enumeration import enumerate_regimes as enumerate_regimes
 from retrodict.switching.evidence import log_evidence as log_evidence
@@ -19,6 +16,10 @@ from retrodict.switching.forecast import forecast as forecast
 from retrodict.switching.forecast import impute as impute
 from retrodict.switching.forecast import predictive as predictive
 from retrodict.switching.forward_backward import forward_backward as forward_backward
+from retrodict.switching.forward_backward_batch import RegimeProbabilities as RegimeProbabilities
+from retrodict.switching.forward_backward_batch import (
+    forward_backward_batch as forward_backward_batch,
+)
 from retrodict.switching.gaussian_sum import SwitchingPosterior as SwitchingPosterior
 from retrodict.switching.gaussian_sum import gpb2_smoother as gpb2_smoother
 from retrodict.switching.gaussian_sum import imm_smoother as imm_smoother
@@ -30,6 +31,8 @@ from retrodict.switching.importance import SwitchingImportance as SwitchingImpor
 from retrodict.switching.importance import importance_smoother as importance_smoother
 from retrodict.switching.information import parameter_errors as parameter_errors
 from retrodict.switching.initialise import initialise as initialise
+from retrodict.switching.mixture import Mixture as Mixture
+from retrodict.switching.mixture import Moves as Moves
 from retrodict.switching.model import SwitchingModel as SwitchingModel
 from retrodict.switching.ordering import canonical_order as canonical_order
 from retrodict.switching.ordering import match_regimes as match_regimes
@@ -50,9 +53,9 @@ __all__ = [
     "Mixture",
     "Moves",
     "RegimeHistories",
+    "RegimeProbabilities",
     "Regimes",
     "SwitchingChain",
-    "SwitchingEMResult",
     "SwitchingFamily",
     "SwitchingFit",
     "SwitchingForecast",
@@ -68,6 +71,7 @@ __all__ = [
     "fit_evidence",
     "forecast",
     "forward_backward",
+    "forward_backward_batch",
     "gpb2_smoother",
     "grid_smoother",
     "imm_smoother",

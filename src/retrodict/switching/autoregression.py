@@ -78,8 +78,13 @@ class AutoregressiveEmission(AbstractParameter):
             # Unconstrained arrays inside of parameters have the same axis `regime`.
             return jax.tree.map(lambda leaf: leaf[order] if leaf.shape[0] > 1 else leaf, value)
 
-        parts = (taken(part) for part in (self.levels, self.coefficients, self.std))
-        return AutoregressiveEmission(*parts, self.histories, self.is_mean_adjusted)
+        return AutoregressiveEmission(
+            taken(self.levels),
+            taken(self.coefficients),
+            taken(self.std),
+            self.histories,
+            self.is_mean_adjusted,
+        )
 
 
 def markov_autoregression(

@@ -14,8 +14,7 @@ with one per particle that of the Rao-Blackwellised particle filter, and without
 forward–backward algorithm.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,293 +23,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, where_rows
-from retrodict._model import LOG_2PI
 from retrodict._numerics import (
-    GaussianLaw,
-    gram,
-    inverse_cholesky,
     linalg,
-    nonsingular_law,
     prefix_scan,
 )
 from retrodict.particles import descend, uniforms
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import prepare_regimes, prepare_states
-
-T = TypeVar("T")
+from retrodict.switching.reversal import Reversed, reverse_moves
 
 FEW_PAIRS = 256
 """The largest number of moves per step whose reversals are held in memory for all times."""
-
-
-class Mixture(eqx.Module):
-    """The filtering laws q_k: mixtures whose components carry a regime.
-
-    Example:
-        >>> import jax.numpy as jnp, retrodict as rd
-        >>> law = rd.switching.Mixture(
-        ...     jnp.log(jnp.array([0.25, 0.75])), jnp.zeros((2, 1)), jnp.ones((2, 1, 1)),
-        ...     jnp.array([0, 1]),
-        ... )
-        >>> law.probabilities(2).round(2).tolist(), law.covariance.tolist()
-        ([0.25, 0.75], [[1.0]])
-
-    Attributes:
-        log_weights: log w, of shape `(time, component)`, normalised at each time.
-        means: m, of shape `(time, component, state)`.
-        scale_trils: lower Cholesky factors of P, of shape `(time, component, state, state)`.
-        regimes: the regime of each component, of shape `(time, component)`.
-    """
-
-    log_weights: Float[Array, "*time component"]
-    means: Float[Array, "*time component state"]
-    scale_trils: Float[Array, "*time component state state"]
-    regimes: Int[Array, "*time component"]
-
-    def probabilities(self, num_regimes: int) -> Float[Array, "*time regime"]:
-        """Return the probability of each regime."""
-        members = jax.nn.one_hot(self.regimes, num_regimes, dtype=self.log_weights.dtype)
-        return jnp.einsum("...c,...cj->...j", jnp.exp(self.log_weights), members)
-
-    def log_prob(self, z: Int[Array, ""], x: Float[Array, "state"]) -> Scalar:
-        """Return log q(z, x) of one time."""
-        terms = jax.vmap(log_normal, in_axes=(None, 0, 0))(x, self.means, self.scale_trils)
-        return jax.nn.logsumexp(self.log_weights + terms, where=self.regimes == z)
-
-    @property
-    def mean(self) -> Float[Array, "*time state"]:
-        """The mean of the state, over all regimes."""
-        return jnp.einsum("...c,...cd->...d", jnp.exp(self.log_weights), self.means)
-
-    @property
-    def covariance(self) -> Float[Array, "*time state state"]:
-        """The covariance of the state, over all regimes."""
-        shifts = self.means - self.mean[..., None, :]
-        weights, scales = jnp.exp(self.log_weights), self.scale_trils
-        within = jnp.einsum("...c,...cij,...ckj->...ik", weights, scales, scales)
-        return within + jnp.einsum("...c,...ci,...cj->...ij", weights, shifts, shifts)
-
-
-class Moves(eqx.Module):
-    """How the components of one time move to the regimes of the next.
-
-    The axis `source` has one entry per component, or a single one if all components of a time move
-    alike.
-
-    Example:
-        A chain of two rows and one regime, which is a random walk:
-
-        >>> import jax.numpy as jnp, retrodict as rd
-        >>> laws = rd.switching.Mixture(
-        ...     jnp.zeros((2, 1)), jnp.zeros((2, 1, 1)), jnp.ones((2, 1, 1, 1)),
-        ...     jnp.zeros((2, 1), int),
-        ... )
-        >>> one = jnp.ones((1, 1, 1, 1, 1))
-        >>> moves = rd.switching.Moves(jnp.zeros((1, 1, 1)), one, 0 * one[..., 0], one)
-        >>> chain = rd.switching.SwitchingChain(laws, moves)
-        >>> print(round(float(chain.log_prob(jnp.array([0, 0]), jnp.zeros((2, 1)))), 3))
-        -1.491
-
-    Attributes:
-        log_probabilities: log t, of shape `(time-1, component, regime)`.
-        weights: F, of shape `(time-1, source, regime, state, state)`.
-        biases: b, of shape `(time-1, source, regime, state)`.
-        scale_trils: lower factors of Q, of shape `(time-1, source, regime, state, state)`.
-        origins: the law of the state of a component that moves to each regime, with axes
-            `(time-1, component, regime)`; `None` if it is the law of the component, as where the
-            regimes do not depend on the state.
-    """
-
-    log_probabilities: Float[Array, "*time component regime"]
-    weights: Float[Array, "*time source regime state state"]
-    biases: Float[Array, "*time source regime state"]
-    scale_trils: Float[Array, "*time source regime state state"]
-    origins: GaussianLaw | None = None
-
-
-class Reversed(NamedTuple):
-    """The moves of one time, reversed: for each component c and later regime j.
-
-    Attributes:
-        log_weights: log (w_c t_cj), of shape `(component, regime)`.
-        predicted: F m + b.
-        whitener: the lower k with kᵀk the inverse of F P Fᵀ + Q.
-        gain: G.
-        offset: the mean of x is G x' + offset.
-        scale_tril: the lower factor of the covariance of x given x'.
-    """
-
-    log_weights: Float[Array, "component regime"]
-    predicted: Float[Array, "component regime state"]
-    whitener: Float[Array, "component regime state state"]
-    gain: Float[Array, "component regime state state"]
-    offset: Float[Array, "component regime state"]
-    scale_tril: Float[Array, "component regime state state"]
-
-    def shares(
-        self, zs: Int[Array, "sample"], xs: Float[Array, "sample state"]
-    ) -> Float[Array, "component sample"]:
-        """Return the probability of each component, given later regimes and states."""
-        shifts = -jax.vmap(jax.vmap(linalg.matvec))(self.whitener, self.predicted)
-
-        def logs(constants: Array, whitener: Array, shift: Array) -> Array:
-            white = _affine(whitener, shift, xs)
-            start = jnp.broadcast_to(constants[:, None], (*constants.shape, *zs.shape))
-            return linalg.sum_of([start, *(-0.5 * entry**2 for entry in white)])
-
-        return jax.nn.softmax(_by_regime(logs, zs, self.constants, self.whitener, shifts), axis=0)
-
-    @property
-    def constants(self) -> Float[Array, "component *regime"]:
-        """The log weights of the moves, with the constants of the densities of x'."""
-        pivots = jnp.diagonal(self.whitener, axis1=-2, axis2=-1)
-        return self.log_weights + jnp.sum(jnp.log(pivots) - 0.5 * LOG_2PI, axis=-1)
-
-    def draw(
-        self,
-        c: Int[Array, "sample"],
-        zs: Int[Array, "sample"],
-        xs: Float[Array, "sample state"],
-        noise: Float[Array, "sample state"],
-    ) -> Float[Array, "sample state"]:
-        """Draw earlier states of these components, given later regimes and states."""
-        matvec = jax.vmap(linalg.matvec)
-        gain, offset, scale = (leaf[c, zs] for leaf in (self.gain, self.offset, self.scale_tril))
-        return matvec(gain, xs) + offset + matvec(scale, noise)
-
-    def moments(
-        self,
-        regimes: Int[Array, "component"],
-        num_regimes: int,
-        zs: Int[Array, "sample"],
-        xs: Float[Array, "sample state"],
-    ) -> tuple[
-        Float[Array, "sample regime"],
-        Float[Array, "sample state"],
-        Float[Array, "sample state state"],
-    ]:
-        """Return the moments of the earlier regime and state, given the later ones."""
-        weights = self.shares(zs, xs)
-        members = jax.nn.one_hot(regimes, num_regimes, dtype=weights.dtype)
-        probabilities = jnp.einsum("cs,cj->sj", weights, members, precision="highest")
-        if not xs.shape[1]:
-            return probabilities, xs, xs[:, :, None] * xs[:, None]
-        means = _by_regime(lambda g, b: _affine(g, b, xs), zs, self.gain, self.offset)
-        mean = [jnp.sum(weights * entry, axis=0) for entry in means]
-        shifts = [entry - average[None] for entry, average in zip(means, mean, strict=True)]
-
-        def within(scales: Array) -> list[list[Array]]:
-            covariances = jax.vmap(linalg.outer_gram)(scales)[..., None]
-            like = (weights.shape[0], zs.shape[0])
-            return [
-                [jnp.broadcast_to(covariances[:, i, j], like) for j in range(i + 1)]
-                for i in range(len(means))
-            ]
-
-        lower = [
-            [
-                jnp.sum(weights * (entry + a * b), axis=0)
-                for entry, b in zip(row, shifts[: i + 1], strict=True)
-            ]
-            for i, (row, a) in enumerate(
-                zip(_by_regime(within, zs, self.scale_tril), shifts, strict=True)
-            )
-        ]
-        covariance = jnp.array(
-            [[lower[max(i, j)][min(i, j)] for j in range(len(mean))] for i in range(len(mean))]
-        )
-        return probabilities, jnp.stack(mean, axis=-1), jnp.moveaxis(covariance, -1, 0)
-
-    def into(self, z: Int[Array, ""]) -> "Reversed":
-        """Return the moves into one regime, without the axis `regime`."""
-        return jax.tree.map(lambda leaf: leaf[:, z], self)
-
-    def log_joint(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
-        """Return the log density of each component and x', for the regime that `into` took."""
-        white = jax.vmap(linalg.matvec)(self.whitener, x[None] - self.predicted)
-        return self.constants - 0.5 * jnp.sum(white**2, axis=-1)
-
-    def log_posterior(self, x: Float[Array, "state"]) -> Float[Array, "component"]:
-        """Return the log weight of each component, given x' and the regime that `into` took."""
-        return jax.nn.log_softmax(self.log_joint(x))
-
-    def law(self, x: Float[Array, "state"], regimes: Int[Array, "component"]) -> Mixture:
-        """Return the law of the earlier regime and state, given the later regime and state x'."""
-        means = jnp.einsum("cij,j->ci", self.gain, x, precision="highest") + self.offset
-        return Mixture(self.log_posterior(x), means, self.scale_tril, regimes)
-
-
-def _affine(
-    weights: Float[Array, "component out state"],
-    offsets: Float[Array, "component out"],
-    xs: Float[Array, "sample state"],
-) -> list[Float[Array, "component sample"]]:
-    """Return each coordinate of w_c x_s + b_c, as a matrix of components and samples.
-
-    Separate coordinates fuse with what follows, in loops over samples: a fifteenth of the time of
-    one array with an axis of two coordinates.
-    """
-    dim = xs.shape[1]
-
-    def coordinate(weight: Array, offset: Array) -> Array:
-        if dim > linalg.UNROLLED:
-            return jnp.matmul(weight, xs.T, precision="highest") + offset[:, None]
-        terms = [weight[:, i, None] * xs[None, :, i] for i in range(dim)]
-        return linalg.sum_of([offset[:, None], *terms])
-
-    return [coordinate(weights[:, i], offsets[:, i]) for i in range(dim)]
-
-
-def _by_regime(fn: Callable[..., T], zs: Int[Array, "sample"], *leaves: Array) -> T:
-    """Return the entries of fn(leaves of regime z_s) for each sample s, its last axis.
-
-    Selecting between the regimes takes a fortieth of the time of gathering the leaves of each
-    sample, for 10,000 components, 3 regimes and 100 samples.
-
-    Args:
-        fn: a function of the leaves of one regime to arrays whose last axis is `sample`.
-        zs: the regimes.
-        *leaves: arrays of shape `(component, regime, ...)`.
-    """
-    by_regime = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in leaves)
-
-    def choose(values: T, at: tuple) -> tuple[T, None]:
-        j, leaves = at
-
-        def select(new: Array, old: Array) -> Array:
-            return jnp.where(jnp.broadcast_to(zs == j, old.shape), new, old)
-
-        return jax.tree.map(select, fn(*leaves), values), None
-
-    first = fn(*(leaf[0] for leaf in by_regime))
-    rest = (jnp.arange(1, by_regime[0].shape[0]), tuple(leaf[1:] for leaf in by_regime))
-    return lax.scan(choose, first, rest, unroll=8)[0]
-
-
-def reverse_moves(laws: Mixture, moves: Moves) -> Reversed:
-    """Reverse the moves out of one time under its filtering law; the arrays have no axis `time`."""
-    count, num_regimes = moves.log_probabilities.shape
-    weights = laws.log_weights[:, None] + moves.log_probabilities
-    if laws.means.shape[-1] == 0:
-        empty = jnp.zeros((count, num_regimes, 0), weights.dtype)
-        square = empty[..., None, :][..., :0, :]
-        return Reversed(weights, empty, square, square, empty, square)
-
-    def reverse(mean: Array, scale: Array, weight: Array, bias: Array, noise: Array) -> tuple:
-        predicted = linalg.matvec(weight, mean) + bias
-        spread = gram(linalg.matmul(weight, scale)) + linalg.outer_gram(noise)
-        back = nonsingular_law.reverse(mean, scale, weight, bias, noise)
-        return predicted, inverse_cholesky(spread), *back
-
-    origins, axis = moves.origins, 0
-    if origins is None:
-        origins, axis = GaussianLaw(laws.means, laws.scale_trils), None
-    over_targets = jax.vmap(reverse, in_axes=(axis, axis, 0, 0, 0))
-    shared = moves.weights.shape[0] == 1
-    over_sources = jax.vmap(over_targets, in_axes=(0, 0, *([None if shared else 0] * 3)))
-    kernels = (moves.weights, moves.biases, moves.scale_trils)
-    if shared:
-        kernels = tuple(leaf[0] for leaf in kernels)
-    return Reversed(weights, *over_sources(*origins, *kernels))
 
 
 class SwitchingMarginals(eqx.Module):
@@ -500,6 +223,12 @@ def _exists(chain: SwitchingChain) -> Any:
     return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
 
 
+def _all_reversed(chain: SwitchingChain) -> Reversed:
+    """Reverse the moves of all times at once."""
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    return jax.vmap(reverse_moves)(earlier, chain.moves)
+
+
 @eqx.filter_jit
 def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTrace:
     exists, count, dtype = _exists(chain), chain.num_regimes, chain.laws.means.dtype
@@ -507,12 +236,13 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     # The draws of all times at once: a scan would spend most of its time on keys.
     shares = uniforms(share_key, (chain.num_times, num_samples), dtype)
     noise = jax.random.normal(noise_key, (*shares.shape, chain.state_dim), dtype)
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
     few = chain.moves.log_probabilities[:1].size <= FEW_PAIRS
-    kernels = jax.vmap(reverse_moves)(earlier, chain.moves) if few else None
+    kernels = _all_reversed(chain) if few else None
 
     def back(later: tuple, at: tuple) -> tuple[tuple, tuple]:
-        laws, moves, kernel, shares, noise, real = at
+        k, moves, kernel, shares, noise, real = at
+        # The laws of one row only: a copy of all but the last is as large as the chain.
+        laws = jax.tree.map(lambda leaf: leaf[k], chain.laws)
         kernel = reverse_moves(laws, moves) if kernel is None else kernel
         z, x = later
         c = descend(kernel.shares(z, x), shares)[0]
@@ -525,12 +255,13 @@ def _trace(chain: SwitchingChain, key: PRNGKey, num_samples: int) -> SwitchingTr
     weights = jnp.broadcast_to(jnp.exp(law.log_weights)[:, None], (*law.regimes.shape, num_samples))
     c = descend(weights, shares[-1])[0]
     last = law.regimes[c], law.means[c] + jax.vmap(linalg.matvec)(law.scale_trils[c], noise[-1])
-    rows = (earlier, chain.moves, kernels, shares[:-1], noise[:-1], exists)
+    steps = jnp.arange(chain.num_times - 1)
+    rows = (steps, chain.moves, kernels, shares[:-1], noise[:-1], exists)
     _, (before, moments) = lax.scan(back, last, rows, reverse=True)
     zs, xs = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), before, last)
     if kernels is not None:
-        moments = jax.vmap(lambda kernel, laws, z, x: kernel.moments(laws.regimes, count, z, x))(
-            kernels, earlier, zs[1:], xs[1:]
+        moments = jax.vmap(lambda kernel, regimes, z, x: kernel.moments(regimes, count, z, x))(
+            kernels, chain.laws.regimes[:-1], zs[1:], xs[1:]
         )
     ends = (law.probabilities(count), law.mean, law.covariance)
 
@@ -561,14 +292,6 @@ def _log_prob(chain: SwitchingChain, zs: Array, xs: Array) -> Scalar:
     earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
     rows = (earlier, chain.moves, zs[:-1], xs[:-1], zs[1:], xs[1:], exists)
     return lax.scan(step, last, rows)[0]
-
-
-def log_normal(x: Float[Array, "d"], mean: Float[Array, "d"], scale: Float[Array, "d d"]) -> Scalar:
-    """Return log N(x; m, s sᵀ); zero without coordinates."""
-    if not x.shape[0]:
-        return jnp.zeros((), mean.dtype)
-    white = linalg.solve_triangular(scale, x - mean)
-    return jnp.sum(-0.5 * (white**2 + LOG_2PI) - jnp.log(jnp.diagonal(scale)))
 
 
 def _finite_kernel(

@@ -25,6 +25,9 @@ PRIOR_ROWS = 0.1
 WINDOW = 0.02
 """The length of the stretch that seeds a regression, as a fraction of the rows."""
 
+MAX_ROWS = 200_000
+"""Seeds are processed together up to this number of rows, counted once per seed."""
+
 
 class Problem(NamedTuple):
     """A regression whose coefficients and noise depend on the regime.
@@ -60,7 +63,8 @@ def cluster(
 
     A seed is drawn like those of k-means++: the first regression is that of a random stretch of
     rows; each further one is that of a stretch around a row that is drawn in proportion to its
-    squared residual from the regressions before.
+    squared residual from the regressions before. Every other seed takes similar rows in place of
+    stretches, for regimes that do not persist.
 
     Args:
         key: a typed key.
@@ -109,13 +113,19 @@ def _cluster(
     def iterate(state: _State, _: None) -> tuple[_State, None]:
         return _iterate(problems, priors, exists, state)[0], None
 
-    def run(key: PRNGKey) -> tuple[_State, Array]:
-        seeds = _seed(key, problems, exists, count)
-        start = _State(seeds, uniform, log_matrix, jnp.zeros((), dtype))
+    def run(at: tuple[PRNGKey, Array]) -> tuple[_State, Array]:
+        key, persistent = at
+        seeds = _seed(key, problems, exists, count, persistent)
+        moves = jnp.where(persistent, log_matrix, uniform[None, :])
+        start = _State(seeds, uniform, moves, jnp.zeros((), dtype))
         state, _ = lax.scan(iterate, start, None, length=NUM_ITERATIONS)
         return _iterate(problems, priors, exists, state)
 
-    states, pairs = lax.map(run, keys)
+    # Each step of a scan is small, so that seeds share it as far as memory allows.
+    together = max(1, min(keys.shape[0], MAX_ROWS // exists.size))
+    # Every other seed expects regimes that persist.
+    persistent = jnp.arange(keys.shape[0]) % 2 == 0
+    states, pairs = lax.map(run, (keys, persistent), batch_size=together)
     best = jnp.argmax(jnp.nan_to_num(states.log_evidence, nan=-jnp.inf))
     return states.probabilities[best], pairs[best]
 
@@ -203,9 +213,13 @@ def _smooth(
 
 
 def _seed(
-    key: PRNGKey, problems: tuple[Problem, ...], exists: Array, count: int
+    key: PRNGKey, problems: tuple[Problem, ...], exists: Array, count: int, persistent: Array
 ) -> Float[Array, "batch time regime"]:
-    """Return a hard assignment of rows to the regressions of `count` stretches."""
+    """Return a hard assignment of rows to the regressions of `count` groups of rows.
+
+    If regimes persist, a group is a stretch, and a row is assigned together with its neighbours.
+    Otherwise a group has similar features and responses.
+    """
     times = jnp.arange(exists.shape[1])
     needed = 2 * max(problem.features.shape[-1] + 1 for problem in problems)
     width = jnp.maximum(needed, WINDOW * jnp.sum(exists))
@@ -218,12 +232,25 @@ def _seed(
         series, time = centre // exists.shape[1], centre % exists.shape[1]
         near = (jnp.abs(times - time) <= width / 2)[None, :]
         near = near & (jnp.arange(exists.shape[0]) == series)[:, None]
+        near = jnp.where(persistent, near, _closest(problems, exists, centre, width))
         new = jnp.sum(jnp.stack([_distance(each, near & exists) for each in problems]), axis=0)
-        all_distances.append(_averaged(new, needed))
+        all_distances.append(jnp.where(persistent, _averaged(new, needed), new))
         distances = jnp.minimum(distances, new) if j else new
     nearest = jnp.argmin(jnp.stack(all_distances, axis=-1), axis=-1)
     members = jax.nn.one_hot(nearest, count, dtype=problems[0].features.dtype)
     return jnp.where(exists[..., None], members, 0.0)
+
+
+def _closest(
+    problems: tuple[Problem, ...], exists: Array, centre: Array, count: Array
+) -> Bool[Array, "batch time"]:
+    """Return the rows with the features and responses closest to those of a row."""
+    values = [part for problem in problems for part in (problem.features, problem.responses)]
+    flat = jnp.concatenate(values, axis=-1).reshape(exists.size, -1)
+    squared = jnp.sum((flat - flat[centre][None, :]) ** 2, axis=-1)
+    squared = jnp.where(exists.reshape(-1), squared, jnp.inf)
+    last = jnp.minimum(count.astype(int), exists.size - 1)
+    return (squared <= jnp.sort(squared)[last]).reshape(exists.shape) & exists
 
 
 def _distance(problem: Problem, near: Array) -> Float[Array, "batch time"]:
@@ -236,5 +263,6 @@ def _distance(problem: Problem, near: Array) -> Float[Array, "batch time"]:
 
 def _averaged(values: Float[Array, "batch time"], width: int) -> Float[Array, "batch time"]:
     """Return moving averages, which a regime that persists shares with its neighbours."""
+    width = min(width, values.shape[1])
     kernel = jnp.ones(width, values.dtype) / width
     return jax.vmap(lambda row: jnp.convolve(row, kernel, mode="same"))(values)

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,8 @@ from retrodict._model import (
     Series,
     unwrap,
 )
+from retrodict.switching.finite_em import finite_em
+from retrodict.switching.fit_result import SwitchingFit, num_rows
 from retrodict.switching.initialise import initialise
 from retrodict.switching.maximise import least_rows, maximise
 from retrodict.switching.model import (
@@ -33,30 +34,6 @@ MAX_RESTARTS = 2
 """A regime without data is restarted at most this many times per start."""
 
 
-class SwitchingEMResult(eqx.Module):
-    """The result of `switching.em`.
-
-    Attributes:
-        model: the best model of all starts and iterations.
-        history: GPB2's log-evidence of all series before each M-step of the best start and after
-            the last one, in nats per time step.
-        status: `"converged"` if the evidence stopped improving, `"finished"` if all iterations were
-            used, `"stopped early"` if the evidence was non-finite: the model is then the best one
-            before.
-        occupancy: the expected number of rows of each regime under the model.
-        unsupported: the regimes with fewer rows than their kernels have regressors, after the
-            restarts: the data do not support that many regimes.
-        start_evidences: the best log-evidence of each start, in nats per time step.
-    """
-
-    model: SwitchingModel
-    history: Float[np.ndarray, "iteration"]
-    status: str = eqx.field(static=True)
-    occupancy: Float[np.ndarray, "regime"]
-    unsupported: tuple[int, ...] = eqx.field(static=True)
-    start_evidences: Float[np.ndarray, "start"]
-
-
 def em(
     key: PRNGKey,
     model: SwitchingModel,
@@ -70,7 +47,7 @@ def em(
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,
-) -> Any:
+) -> SwitchingFit:
     """Learn a switching model by expectation-maximisation.
 
     The E-step draws paths of regimes from GPB2's chain and smooths the states given each path
@@ -78,7 +55,8 @@ def em(
     M-step is in closed form: weighted regressions per regime, or over all rows for parts that the
     regimes share, and frequencies of moves, or their multinomial logistic regression on states and
     inputs. Noise is kept above 1e-4 of the standard deviation of its variable. Parts in `Frozen`,
-    and kernels that are not `LinearGaussianKernel`, are unchanged.
+    and kernels that are not `LinearGaussianKernel`, are unchanged. A regime that loses its rows is
+    restarted twice, from the rows that are explained worst.
 
     Recurrent regimes inform the states. For them the E-step draws states as well, from the chain of
     GPB2 with points. A model without a continuous state has an exact E-step.
@@ -113,7 +91,11 @@ def em(
         length: the number of existing rows, one integer per series or one for all.
 
     Returns:
-        The model, the history of the evidence, the status, and the regimes without data.
+        The best model of all starts and iterations. Its history is GPB2's log-evidence before each
+        M-step of the best start and after the last one, in nats per time step. The status is
+        `"converged"` if the evidence stopped to rise, `"finished"` if all iterations were used,
+        `"stopped early"` if the evidence was non-finite. The issues name regimes with fewer rows
+        than their kernels have regressors, which restarts did not mend.
     """
     require_switching(model, "switching.em")
     check_key(key, "switching.em")
@@ -122,8 +104,6 @@ def em(
     num_samples = check_count(num_samples, "num_samples")
     options = {"mask": mask, "inputs": inputs, "length": length}
     if model.is_finite:
-        from retrodict.switching.finite_em import finite_em
-
         count = {"num_iterations": num_iterations, "num_starts": num_starts}
         return finite_em(key, model, ys, tolerance=tolerance, **count, **options)
     _check_linear(model)
@@ -144,7 +124,7 @@ def em(
         )
         runs.append(run.iterate(num_iterations, show))
     best = max(runs, key=lambda run: run.best.evidence)
-    return best.result(np.array([run.best.evidence for run in runs]))
+    return best.result(np.array([run.best.evidence * run.num_rows for run in runs]))
 
 
 def _progress_line(progress: bool, num_steps: int) -> ProgressLine | None:
@@ -190,7 +170,7 @@ class _Run:
         self.restarts = np.zeros(model.num_regimes, int)
         self.least = least_rows(model)
         self.best = _Best(-np.inf, model, np.zeros(model.num_regimes))
-        self.num_rows = _num_rows(batch)
+        self.num_rows = num_rows(batch)
 
     def iterate(self, num_iterations: int, show: Any) -> "_Run":
         """Alternate E-steps and M-steps."""
@@ -228,28 +208,27 @@ class _Run:
             return None
         regime = int(dead[0])
         self.restarts[regime] += 1
-        count = max(2 * self.least, self.num_rows // (4 * len(occupancy)))
+        count = max(2 * self.least, int(self.num_rows) // (4 * len(occupancy)))
         forced = _worst_rows(paths.increments, self.batch, count)
         forced = jnp.where(forced, regime, -1)
         return pool(paths, self.batch, len(occupancy), forced)
 
-    def result(self, start_evidences: Float[np.ndarray, "start"]) -> SwitchingEMResult:
+    def result(self, start_values: Float[np.ndarray, "start"]) -> SwitchingFit:
         """Return the best iteration."""
-        few = tuple(int(j) for j in np.flatnonzero(self.best.occupancy < self.least))
-        return SwitchingEMResult(
+        occupancy = self.best.occupancy
+        issues = tuple(
+            f"regime {j} has {occupancy[j]:.2g} expected rows, and its kernels need {self.least}:"
+            " use fewer regimes"
+            for j in np.flatnonzero(occupancy < self.least)
+        )
+        return SwitchingFit(
             self.best.model,
             np.asarray(self.history),
             self.status,
-            self.best.occupancy,
-            few,
-            start_evidences,
+            start_values,
+            self.best.evidence * self.num_rows,
+            issues,
         )
-
-
-def _num_rows(batch: Series) -> int:
-    if batch.length is None:
-        return batch.ys.shape[0] * batch.ys.shape[1]
-    return int(jnp.sum(batch.length))
 
 
 def _worst_rows(

@@ -3,10 +3,13 @@
 from typing import Any
 
 from retrodict._arrays import Scalar
-from retrodict._linearised import Taylor
 from retrodict._model import Series, unwrap
 from retrodict.switching.forward_backward import smooth_regimes
-from retrodict.switching.gaussian_sum import SwitchingPosterior, smooth_by_merging
+from retrodict.switching.gaussian_sum import (
+    SwitchingPosterior,
+    default_rule,
+    smooth_by_merging,
+)
 from retrodict.switching.model import SwitchingModel, prepare_switching, require_switching
 
 
@@ -49,4 +52,4 @@ def smooth_any(model: SwitchingModel, series: Series) -> SwitchingPosterior:
     """Smooth by forward–backward without a continuous state, and by GPB2 with one."""
     if model.is_finite:
         return smooth_regimes(model, series)
-    return smooth_by_merging(model, series, "after", Taylor())
+    return smooth_by_merging(model, series, "after", default_rule(model))

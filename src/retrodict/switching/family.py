@@ -24,11 +24,10 @@ from retrodict._model import (
     LinearGaussianKernel,
     Series,
     dense_scale,
-    learnable,
     unwrap,
 )
 from retrodict._numerics import GaussianLaw, condition, linalg
-from retrodict.switching.chain import Mixture, Moves, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
 from retrodict.switching.gaussian_sum import (
     Update,
     default_rule,
@@ -38,6 +37,7 @@ from retrodict.switching.gaussian_sum import (
     prior_laws,
     updated,
 )
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import (
     SwitchingModel,
     each,
@@ -190,7 +190,7 @@ class SwitchingFamily(AbstractPreparedFamily, AbstractFactorFamily[SwitchingChai
         """
         require_state(model, "SwitchingFamily.of_model")
         copy = jax.tree.map(
-            lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, learnable(model)
+            lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, model.learnable()
         )
         plain = unwrap(model)
         input_dim = _input_dim(plain, input_dim)

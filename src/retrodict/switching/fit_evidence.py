@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._learning import ProgressLine, minimise
-from retrodict._model import Series, learnable, unwrap
+from retrodict._model import Series, unwrap
 from retrodict.switching.evidence import smooth_any
 from retrodict.switching.fit_result import SwitchingFit, best_of, num_rows, with_issues
 from retrodict.switching.model import (
@@ -110,7 +110,7 @@ class _Loss(eqx.Module):
 
 
 def _descend(model: SwitchingModel, batch: Series, num_steps: int, line: Any) -> SwitchingFit:
-    model = learnable(model)
+    model = model.learnable()
     fixed = eqx.filter(model, eqx.is_inexact_array, inverse=True)
     loss = _Loss(fixed, 1.0 / num_rows(batch))
     minimum = minimise(

@@ -19,7 +19,15 @@ NARROW = 3e-4
 
 
 class SwitchingFit(eqx.Module):
-    """The result of `switching.fit_evidence`, and of `switching.em` for hidden Markov models.
+    """The result of `switching.fit_evidence` and `switching.em`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.switching.markov_autoregression(2)
+        >>> zs, xs, ys = model.simulate(jax.random.key(0), num_times=50)
+        >>> result = rd.switching.em(jax.random.key(1), model, ys, num_iterations=2)
+        >>> result.status, result.issues
+        ('finished', ())
 
     Attributes:
         model: the best model of all starts.

@@ -21,7 +21,8 @@ from retrodict._model import (
     unwrap,
 )
 from retrodict._numerics import linalg
-from retrodict.switching.chain import Mixture, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
+from retrodict.switching.mixture import Mixture
 from retrodict.switching.model import (
     SwitchingModel,
     each,
@@ -39,6 +40,14 @@ class SwitchingForecast(eqx.Module):
     Moments average conditional moments over the drawn paths. They are exact, with standard errors
     of zero, for observations of a hidden Markov model without lags; so are the probabilities if
     regimes do not depend on the state.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.models.switching_level()
+        >>> chain = rd.switching.gpb2_smoother(model, jnp.zeros((5, 1))).chain
+        >>> ahead = rd.switching.forecast(jax.random.key(0), model, chain, num_times=3)
+        >>> ahead.states.shape, ahead.probabilities.shape, ahead.quantile([0.05, 0.95]).shape
+        ((1000, 3, 1), (3, 2), (2, 3, 1))
 
     Attributes:
         probabilities: P(z = j) of each coming row, of shape `(time, regime)`.
@@ -84,7 +93,7 @@ def forecast(
     chain: SwitchingChain,
     num_times: int,
     *,
-    ys: Any = None,
+    observed: Any = None,
     inputs: Any = None,
     num_samples: int = 1000,
 ) -> SwitchingForecast:
@@ -110,7 +119,7 @@ def forecast(
         model: the model.
         chain: the posterior of the observed series.
         num_times: the number of rows to forecast.
-        ys: the observed series, of shape `(time, obs)`, for a model of lagged observations.
+        observed: the observed series, of shape `(time, obs)`, for a model of lagged observations.
         inputs: inputs of the *coming* rows, of shape `(num_times, input)`, if the model takes them.
         num_samples: the number of paths.
     """
@@ -119,7 +128,7 @@ def forecast(
     num_samples = check_count(num_samples, "num_samples")
     plain = _check(model, chain, "forecast")
     us = prepare_inputs(inputs, num_times, plain.takes_input)
-    lags = _last_rows(plain, chain, ys, us)
+    lags = _last_rows(plain, chain, observed, us)
     return _forecast(plain, chain.terminal, key, us, lags, num_times, num_samples)
 
 
@@ -129,7 +138,7 @@ def predictive(
     chain: SwitchingChain,
     num_samples: int,
     *,
-    ys: Any = None,
+    observed: Any = None,
     inputs: Any = None,
 ) -> Float[Array, "sample time obs"]:
     """Draw replicates of the whole series: new observations along smoothed paths.
@@ -149,16 +158,18 @@ def predictive(
         model: the model.
         chain: the posterior.
         num_samples: the number of replicates.
-        ys: the observed series, of shape `(time, obs)`, for a model of lagged observations.
+        observed: the observed series, of shape `(time, obs)`, for a model of lagged observations.
         inputs: the inputs of the rows, of shape `(time, input)`, if the model takes them.
     """
     check_key(key, "predictive")
     num_samples = check_count(num_samples, "num_samples")
     plain = _check(model, chain, "predictive")
     us = prepare_inputs(inputs, chain.num_times, plain.takes_input, chain.length)
-    if plain.num_lags and ys is None:
-        raise ValueError("Replicates of a model of lagged observations need them: pass `ys`.")
-    rows = jnp.zeros((chain.num_times, obs_dim_of(plain, us))) if ys is None else jnp.asarray(ys)
+    if plain.num_lags and observed is None:
+        raise ValueError("Replicates of a model of lagged observations need them: pass `observed`.")
+    rows = jnp.zeros((chain.num_times, obs_dim_of(plain, us)))
+    if observed is not None:
+        rows = prepare_switching(plain, observed, inputs=us, length=chain.length).ys
     series = Series(rows, jnp.zeros(rows.shape, bool), us, chain.length)
     return _complete(plain, chain, key, series, num_samples)
 
@@ -222,14 +233,19 @@ def _check(model: Any, chain: Any, owner: str) -> SwitchingModel:
 
 
 def _last_rows(
-    model: SwitchingModel, chain: SwitchingChain, ys: Any, us: Any
+    model: SwitchingModel, chain: SwitchingChain, observed: Any, us: Any
 ) -> Float[Array, "lags"]:
     """Return the lags of the first coming row, latest first."""
     if not model.num_lags:
         return jnp.zeros(0)
-    if ys is None:
-        raise ValueError("A forecast of a model of lagged observations needs them: pass `ys`.")
-    rows = prepare_switching(model, ys, inputs=None if us is None else jnp.zeros_like(us)).ys
+    if observed is None:
+        raise ValueError(
+            "A forecast of a model of lagged observations needs them: pass `observed`."
+        )
+    rows = jnp.asarray(observed, jnp.result_type(float))
+    expected = (chain.num_times, obs_dim_of(model, us))
+    if rows.shape != expected:
+        raise ValueError(f"`observed` must have shape (time, obs) = {expected}, got {rows.shape}.")
     end = rows.shape[0] if chain.length is None else chain.length
     padded = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
     return lagged(padded, model.num_lags)[end]
@@ -299,7 +315,8 @@ def _forecast(
         if not model.regimes.takes_state:
             law = law @ jnp.exp(model.regimes.log_transition(u=u))
         keys = jax.random.split(key, num_samples)
-        paths, drawn = jax.vmap(one, in_axes=(0, 0, 0, 0, None, None))(keys, *paths, law, u)
+        step = jax.vmap(lambda key, z, x, lags: one(key, z, x, lags, law, u))
+        paths, drawn = step(keys, *paths)
         if model.regimes.takes_state:
             law = jnp.mean(drawn[3], axis=0)
         return (paths, law), (law, *drawn)
@@ -340,7 +357,10 @@ def _observed(
     y, given_state = _step(model.emission, count, key, x, u, z)
     if all(isinstance(part, AbstractLinearGaussianKernel) for part in each(model.emission)):
         moments = over_regimes(
-            model.emission, count, lambda part, *moments: part.propagate(*moments, u), *laws
+            model.emission,
+            count,
+            lambda part, mean, covariance: part.propagate(mean, covariance, u),
+            *laws,
         )
         return y, _mixed(row, *moments)
     return y, jax.tree.map(lambda leaf: leaf[z], given_state)

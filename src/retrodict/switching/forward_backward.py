@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float
 
 from retrodict._model import Series, unwrap
 from retrodict._numerics import prefix_scan
-from retrodict.switching.chain import Mixture, Moves, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
 from retrodict.switching.gaussian_sum import SwitchingPosterior
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import (
     SwitchingModel,
     emission_table,

@@ -29,7 +29,8 @@ from retrodict._linearised import (
 )
 from retrodict._model import AbstractLinearGaussianKernel, Series, unwrap
 from retrodict._numerics import GaussianLaw, condition, law_of, linalg, predict
-from retrodict.switching.chain import Mixture, Moves, SwitchingChain
+from retrodict.switching.chain import SwitchingChain
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import (
     SwitchingModel,
     each,
@@ -254,9 +255,9 @@ def moves_of(
     sources = (laws.means, laws.scale_trils)
     if all(isinstance(kernel, AbstractLinearGaussianKernel) for kernel in each(model.transition)):
         sources = jax.tree.map(lambda leaf: leaf[:1], sources)
-    affine = jax.vmap(of_component)(*sources)
+    weights, biases, scales = jax.vmap(of_component)(*sources)
     log_probabilities, origins = regime_moves(model, rule, laws, u)
-    return Moves(log_probabilities, *affine, origins)
+    return Moves(log_probabilities, weights, biases, scales, origins)
 
 
 def regime_moves(
@@ -308,11 +309,11 @@ def filter_step(
     """
     if merge == "before":
         weights = laws.log_weights[:, None] + moves.log_probabilities
-        sources, axis = _sources(laws, moves)
-        kernels = (moves.weights, moves.biases, moves.scale_trils)
+        sources, axis = moves.sources(laws)
         # The law of the earlier state given that the later regime is j, merged over components.
         by_regime = None if axis is None else 1
         mixed = jax.vmap(merge_laws, in_axes=(1, by_regime))(weights, sources)
+        kernels = (moves.weights, moves.biases, moves.scale_trils)
         at_mean = tuple(jnp.mean(leaf, axis=0) for leaf in kernels)
         predicted = jax.vmap(predict)(mixed, *at_mean)
         predicted = jax.tree.map(lambda leaf: leaf[None], predicted)
@@ -322,20 +323,13 @@ def filter_step(
     return updated(weights, predicted, update)
 
 
-def _sources(laws: Mixture, moves: Moves) -> tuple[GaussianLaw, int | None]:
-    """Return the laws that move, and their axis `regime` if they depend on the next regime."""
-    if moves.origins is None:
-        return GaussianLaw(laws.means, laws.scale_trils), None
-    return moves.origins, 0
-
-
 def predict_pairs(laws: Mixture, moves: Moves) -> tuple[Float[Array, "source regime"], GaussianLaw]:
     """Return the log weights and the predicted laws of all pairs of a component and a regime."""
+    sources, axis = moves.sources(laws)
     kernels = tuple(
         jnp.broadcast_to(leaf, (laws.means.shape[0], *leaf.shape[1:]))
         for leaf in (moves.weights, moves.biases, moves.scale_trils)
     )
-    sources, axis = _sources(laws, moves)
     to_regimes = jax.vmap(predict, in_axes=(axis, 0, 0, 0))
     predicted = jax.vmap(to_regimes)(sources, *kernels)
     return laws.log_weights[:, None] + moves.log_probabilities, predicted

@@ -24,8 +24,8 @@ class RegimeHistories(AbstractRegimes):
         >>> regimes = rd.switching.RegimeHistories(jnp.log(jnp.array([[0.9, 0.1], [0.3, 0.7]])), 1)
         >>> regimes.num_regimes
         4
-        >>> print(jnp.exp(regimes.log_initial()).round(3).tolist())
-        [0.675, 0.075, 0.075, 0.175]
+        >>> [f"{probability:.3f}" for probability in jnp.exp(regimes.log_initial())]
+        ['0.675', '0.075', '0.075', '0.175']
 
     Args:
         transition_logits: logits of p(z_k = j | z_{k-1} = i), of shape `(K, K)`, one row per i.

@@ -26,14 +26,9 @@ from retrodict._linearised import Taylor, law_moments, linearise, whiten_emissio
 from retrodict._model import Series, unwrap
 from retrodict._numerics import GaussianLaw, condition, law_of, predict
 from retrodict.particles import check_threshold, refuse_failure, status_of
-from retrodict.switching.chain import (
-    Mixture,
-    Moves,
-    SwitchingChain,
-    SwitchingMarginals,
-    sampled_marginals,
-)
+from retrodict.switching.chain import SwitchingChain, SwitchingMarginals, sampled_marginals
 from retrodict.switching.enumeration import smooth_given_regimes
+from retrodict.switching.mixture import Mixture, Moves
 from retrodict.switching.model import (
     SwitchingModel,
     over_regimes,
@@ -254,8 +249,8 @@ def _moves(rows: _Rows, regimes: Int[Array, "time particle"]) -> Moves:
     log_probabilities = jax.vmap(lambda matrix, here: matrix[here])(
         rows.log_transition[:-1], regimes[:-1]
     )
-    kernels = (leaf[:-1, None] for leaf in (rows.weight, rows.bias, rows.scale))
-    return Moves(log_probabilities, *kernels)
+    weights, biases, scales = (leaf[:-1, None] for leaf in (rows.weight, rows.bias, rows.scale))
+    return Moves(log_probabilities, weights, biases, scales)
 
 
 def _filter(

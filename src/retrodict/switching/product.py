@@ -15,7 +15,6 @@ from retrodict._model import (
     Gaussian,
     LinearGaussianKernel,
     dense_scale,
-    learnable,
     unwrap,
 )
 from retrodict.switching.model import SwitchingModel, of_regime, require_state
@@ -59,7 +58,7 @@ def product_model(components: Sequence[SwitchingModel], emission: Any) -> Switch
                 "product_model expects components without inputs that are linear and Gaussian given"
                 " their regimes."
             )
-    learned = tuple(learnable(component) for component in components)
+    learned = tuple(component.learnable() for component in components)
     return SwitchingModel(
         ProductRegimes(tuple(component.regimes for component in learned)),
         emission,

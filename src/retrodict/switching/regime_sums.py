@@ -49,20 +49,15 @@ from retrodict._arrays import PRNGKey
 from retrodict._expectations import Estimate
 from retrodict._model import Frozen, Series, fill_padding
 from retrodict._numerics import linalg
-from retrodict.switching.chain import (
-    Mixture,
-    Moves,
-    Reversed,
-    SwitchingChain,
-    log_normal,
-    reverse_moves,
-)
+from retrodict.switching.chain import SwitchingChain
+from retrodict.switching.mixture import Mixture, Moves, log_normal
 from retrodict.switching.model import (
     SwitchingModel,
     emission_table,
     over_regimes,
     prior_log_probs,
 )
+from retrodict.switching.reversal import Reversed, reverse_moves
 
 
 class Nodes(NamedTuple):

@@ -69,7 +69,7 @@ def _best(
 
     def iterate(theta: Array, _: None) -> tuple[Array, None]:
         at = coordinates.moved(theta)
-        moments, _ = regime_moments(unwrap(at.model), batch)
+        moments = regime_moments(unwrap(at.model), batch)[0]
         new = newton_steps(at, batch, moments.probabilities, moments.pairs).theta()
         return jnp.where(jnp.all(jnp.isfinite(new)), new, theta), None
 

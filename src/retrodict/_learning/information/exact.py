@@ -10,7 +10,7 @@ the inverse information diverges, and an interval would be unbounded.
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -28,7 +28,7 @@ from retrodict._numerics import UNROLLED, in_parts
 Total: TypeAlias = Callable[[np.ndarray], np.ndarray]
 """The sum of an array over all processes."""
 
-Evidence: TypeAlias = Callable[[StateSpaceModel, Series], Scalar]
+Evidence: TypeAlias = Callable[[Any, Series], Scalar]
 """The log-evidence of an unwrapped model and a series."""
 
 DIRECTIONS = 16
