@@ -283,25 +283,20 @@ def test_training_from_a_wrong_start_reaches_the_smoother_of_the_model():
 
 @pytest.mark.slow
 def test_split_posterior_stays_split():
-    """Drifts of −1 and 1 and an observed modulus: both regimes explain every series."""
+    """The law of y is that of both regimes: (z, x) and (1 − z, −x) have the same density."""
     model = rd.switching.SwitchingModel(
         rd.switching.Regimes.from_probabilities([0.5, 0.5], [[0.98, 0.02], [0.02, 0.98]]),
         prior=rd.Gaussian(ZERO, 0.5 * EYE),
         transition=[rd.LinearGaussianKernel(EYE, ZERO + m, 0.3 * EYE) for m in (-1.0, 1.0)],
-        emission=rd.NonlinearGaussianKernel(jnp.abs, rd.Diagonal(jnp.array([0.3]))),
+        emission=[rd.LinearGaussianKernel(m * EYE, ZERO, 0.3 * EYE) for m in (-1.0, 1.0)],
     )
     ys = simulate(model, 64, 12)
-    result = fit(
-        SwitchingFamily.of_model(model),
-        model,
-        ys,
-        num_steps=300,
-        optimisation={"batch_size": 16},
-    )
+    result = fit(network_family(), model, ys, num_steps=300, optimisation={"batch_size": 16})
+    moved = jax.tree.leaves(result.family.network)[0] - jax.tree.leaves(network_family().network)[0]
+    assert np.max(np.abs(moved)) > 1e-3
     keys = jax.random.split(jax.random.key(3), 64)
     moments = jax.vmap(
         lambda y, key: result.family.infer(y, mask=True).marginals(key, num_samples=50)
     )(ys, keys)
     shares = np.array(moments.probabilities[:, -1, 0])
-    assert abs(np.mean(shares) - 0.5) < 0.2 and np.mean((shares > 0.05) & (shares < 0.95)) > 0.9
-    assert np.all(np.median(moments.std[:, -1], axis=0) > 3.0)  # ±11, with one mode each
+    assert np.min(shares) > 0.2 and np.max(shares) < 0.8

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.linalg import block_diag
 from jaxtyping import Array, Float
 
 from retrodict._arrays import Input, State
@@ -130,7 +131,7 @@ class ProductPrior(AbstractParameter):
         return tuple(
             Gaussian(
                 jnp.concatenate([law.mean for law in laws]),
-                _block_diagonal([dense_scale(law.scale_tril) for law in laws]),
+                block_diag(*(dense_scale(law.scale_tril) for law in laws)),
             )
             for laws in _tuples(self.components, self.counts)
         )
@@ -152,9 +153,9 @@ class ProductTransition(AbstractParameter):
         """One kernel per tuple of regimes."""
         return tuple(
             LinearGaussianKernel(
-                _block_diagonal([kernel.weight for kernel in kernels]),
+                block_diag(*(kernel.weight for kernel in kernels)),
                 jnp.concatenate([kernel.bias for kernel in kernels]),
-                _block_diagonal([dense_scale(kernel.scale_tril) for kernel in kernels]),
+                block_diag(*(dense_scale(kernel.scale_tril) for kernel in kernels)),
             )
             for kernels in _tuples(self.components, self.counts)
         )
@@ -167,14 +168,3 @@ def _tuples(components: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]
         [of_regime(part, int(j)) for part, j in zip(parts, index, strict=True)]
         for index in np.ndindex(*counts)
     ]
-
-
-def _block_diagonal(blocks: Sequence[Array]) -> Float[Array, "d d"]:
-    """Return the matrix with these blocks on its diagonal."""
-    size = sum(block.shape[0] for block in blocks)
-    matrix, begin = jnp.zeros((size, size), blocks[0].dtype), 0
-    for block in blocks:
-        end = begin + block.shape[0]
-        matrix = matrix.at[begin:end, begin:end].set(block)
-        begin = end
-    return matrix
