@@ -1,6 +1,7 @@
 """Recover independent components with switching linear dynamics from a nonlinear mixture.
 
-    python benchmarks/switching_ica.py [--seeds N] [--series N] [--rows N] [--steps N] [--out FILE]
+    python benchmarks/switching_ica.py [--seeds N ...] [--series N] [--rows N] [--steps N] [--out FILE]
+    python benchmarks/switching_ica.py --collect FILE ... [--out FILE]
 
 Structured nonlinear independent component analysis (Hälvä et al. 2021): three components, each an
 autoregression that switches between two regimes, are mixed into 12 observations,
@@ -215,41 +216,56 @@ def started(seed: int, xs: np.ndarray, ys: np.ndarray) -> dict[str, Any]:
     return {"seed": seed, "model": "linear analysis", **values}
 
 
+def report(rows: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, the mean correlation of each model, and the rows."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    means = {
+        name: float(np.mean([row["correlation"] for row in rows if row["model"] == name]))
+        for name in names
+    }
+    return {"target": TARGET, **settings, "mean_correlation": means, "results": rows}
+
+
+def collect(paths: list[Path]) -> dict[str, Any]:
+    """Join the results of several calls with the same settings."""
+    parts = [json.loads(path.read_text()) for path in paths]
+    kept = ("target", "mean_correlation", "results")
+    settings = [{k: v for k, v in part.items() if k not in kept} for part in parts]
+    if any(other != settings[0] for other in settings[1:]):
+        raise SystemExit("The files have different settings.")
+    return report([row for part in parts for row in part["results"]], settings[0])
+
+
 def main() -> None:
     """Run all seeds, print the figures and write them after every fit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     parser.add_argument("--series", type=int, default=128)
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--collect", type=Path, nargs="+", help="join results of other calls")
     default = Path(__file__).parent / "results" / "switching-ica.json"
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args()
+    if options.collect:
+        content = collect(options.collect)
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        print(content["mean_correlation"])
+        return
+    settings = {"series": options.series, "rows": options.rows, "steps": options.steps}
+    settings["device"] = jax.devices()[0].device_kind
     rows: list[dict[str, Any]] = []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         keys = jax.random.split(jax.random.key(100 + seed), options.series)
         model = truth(seed)
         _, xs, ys = jax.vmap(lambda key, model=model: model.simulate(key, options.rows))(keys)
         xs, ys = np.array(xs), np.array(ys)
         rows.append(started(seed, xs, ys))
+        print(rows[-1], flush=True)
         for name in ("switching", "linear"):
-            print(rows[-1], flush=True)
             rows.append(row(seed, name, xs, ys, options.steps))
-            means = {
-                each: float(np.mean([r["correlation"] for r in rows if r["model"] == each]))
-                for each in {r["model"] for r in rows}
-            }
-            content = {
-                "target": TARGET,
-                "series": options.series,
-                "rows": options.rows,
-                "steps": options.steps,
-                "device": str(jax.devices()[0]),
-                "mean_correlation": means,
-                "results": rows,
-            }
-            options.out.write_text(json.dumps(content, indent=1) + "\n")
-        print(rows[-1], means, flush=True)
+            print(rows[-1], flush=True)
+            options.out.write_text(json.dumps(report(rows, settings), indent=1) + "\n")
 
 
 if __name__ == "__main__":

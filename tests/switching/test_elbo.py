@@ -207,7 +207,7 @@ def test_recurrent_regimes_agree_with_sampled_paths():
 def test_wrong_arguments_are_refused():
     model = model_at()
     ys = jnp.zeros((4, 1))
-    posterior = rd.switching.gpb2_smoother(model, ys)
+    posterior: Any = rd.switching.gpb2_smoother(model, ys)
     with pytest.raises(TypeError, match=r"Pass its \.chain"):
         rd.switching.elbo(model, posterior, ys, key=jax.random.key(0))
     with pytest.raises(ValueError, match="as many rows as the chain, 4, got 3"):

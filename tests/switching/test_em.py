@@ -1,6 +1,7 @@
 """Expectation-maximisation of switching models with a continuous state."""
 
 import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -93,7 +94,7 @@ def test_masked_entries_and_padding_have_no_effect(simulated):
     _, _, ys = simulated
     ys = ys[:40]
     mask = jnp.ones((40, 1), bool).at[10:15].set(False)
-    options = {"num_iterations": 2, "num_samples": 4, "length": 30}
+    options: dict[str, Any] = {"num_iterations": 2, "num_samples": 4, "length": 30}
     one = switching.em(jax.random.key(0), two_regimes(), ys, mask=mask, **options)
     garbage = jnp.where(mask, ys, 1e4).at[30:].set(-1e4)
     other = switching.em(jax.random.key(0), two_regimes(), garbage, mask=mask, **options)
@@ -105,7 +106,7 @@ def test_masked_entries_and_padding_have_no_effect(simulated):
 def test_padded_series_equal_cut_series():
     plain, model = one_regime(kernel(1.0, 0.0, 0.5))
     _, ys = plain.simulate(jax.random.key(3), 30)
-    options = {"num_iterations": 2, "num_samples": 2}
+    options: dict[str, Any] = {"num_iterations": 2, "num_samples": 2}
     padded = switching.em(jax.random.key(0), model, ys, length=20, **options)
     cut = switching.em(jax.random.key(0), model, ys[:20], **options)
     assert_close(padded.history, cut.history, 1e-10)

@@ -1,6 +1,7 @@
 """The enumeration of regimes against one joint Gaussian per path, in numpy."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ def test_enumeration_is_the_sum_over_joint_gaussians(regimes, state_dim, n):
     mean = np.einsum("p,pti->ti", weights, means)
     second = np.einsum("p,ptij->tij", weights, spreads + means[..., :, None] * means[..., None, :])
     members = np.eye(regimes)[paths]
-    np.testing.assert_allclose(exact.log_evidence, logsumexp(joint), rtol=1e-11)
+    total: Any = logsumexp(joint)
+    np.testing.assert_allclose(exact.log_evidence, total, rtol=1e-11)
     marginals = exact.marginals
     np.testing.assert_allclose(marginals.mean, mean, atol=1e-10)
     covariance = second - mean[:, :, None] * mean[:, None, :]

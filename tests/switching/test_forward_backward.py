@@ -1,6 +1,7 @@
 """Forward–backward against a sum over all paths of regimes."""
 
 import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -217,7 +218,7 @@ def test_regimes_far_apart_stay_finite(dtype, parallel):
     ys = jnp.array([[0.0], [100.0], [100.0], [100.0], [100.0], [100.0], [100.0]])
     got = answers(model, ys, parallel=parallel)
     table = scipy.stats.norm.logpdf(np.asarray(ys), [0.0, 100.0], 1.0)
-    wanted = scipy.special.logsumexp(table.sum(0) + np.log(0.5))
+    wanted: Any = scipy.special.logsumexp(table.sum(0) + np.log(0.5))
     np.testing.assert_allclose(got[0], wanted, rtol=1e-5)
     np.testing.assert_allclose(got[3], np.tile([0.0, 1.0], (7, 1)), atol=1e-6)
 

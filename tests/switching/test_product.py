@@ -48,8 +48,8 @@ def test_learning_keeps_the_components_independent(tmp_path):
     rd.save(tmp_path / "model.rd", model)
     loaded = rd.load(tmp_path / "model.rd")
     ys = model.simulate(jax.random.key(0), 4)[2]
-    evidence = [rd.switching.gpb2_smoother(one, ys).log_evidence for one in (model, loaded)]
-    np.testing.assert_array_equal(*evidence)
+    one, other = (rd.switching.gpb2_smoother(each, ys).log_evidence for each in (model, loaded))
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.usefixtures("untyped")

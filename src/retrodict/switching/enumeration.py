@@ -107,7 +107,9 @@ def _enumerate(
     count, exists = model.num_regimes, series.exists()
     if exists is not None:
         # Paths that differ in padding alone are copies of one path, which share its probability.
-        paths = jnp.where(exists[None], paths, 0)
+        # Padded rows repeat the last regime.
+        last = jnp.take(paths, series.length - 1, axis=1)
+        paths = jnp.where(exists[None], paths, last[:, None])
 
     matrices = log_transitions(model, series)
     steps = jnp.arange(series.num_times - 1)
