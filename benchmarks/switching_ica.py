@@ -1,6 +1,7 @@
 """Recover independent components with switching linear dynamics from a nonlinear mixture.
 
-    python benchmarks/switching_ica.py [--seeds N ...] [--series N] [--rows N] [--steps N] [--out FILE]
+    python benchmarks/switching_ica.py [--seeds N ...] [--series N] [--rows N] [--steps N]
+                                       [--out FILE]
     python benchmarks/switching_ica.py --collect FILE ... [--out FILE]
 
 Structured nonlinear independent component analysis (Hälvä et al. 2021): three components, each an
@@ -247,13 +248,14 @@ def main() -> None:
     default = Path(__file__).parent / "results" / "switching-ica.json"
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args()
+    jax.config.update("jax_enable_x64", True)
     if options.collect:
         content = collect(options.collect)
         options.out.write_text(json.dumps(content, indent=1) + "\n")
         print(content["mean_correlation"])
         return
     settings = {"series": options.series, "rows": options.rows, "steps": options.steps}
-    settings["device"] = jax.devices()[0].device_kind
+    settings |= {"device": jax.devices()[0].device_kind, "dtype": "float64"}
     rows: list[dict[str, Any]] = []
     for seed in options.seeds:
         keys = jax.random.split(jax.random.key(100 + seed), options.series)

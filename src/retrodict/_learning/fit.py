@@ -50,7 +50,7 @@ from retrodict._learning.train import (
     start,
     train,
 )
-from retrodict._model import AbstractModel, Series, unwrap
+from retrodict._model import AbstractModel, Series, StateSpaceModel, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 NUM_PREPARED = 4096
@@ -209,7 +209,8 @@ def fit(
     if held_out is not None:
         result = compare_with_training(result)
     one_process = devices is None or not devices.is_multi_process
-    if num_steps >= MIN_COMPARED_STEPS and one_process and objective.log_prior is None:
+    is_comparable = isinstance(model, StateSpaceModel) and objective.log_prior is None
+    if num_steps >= MIN_COMPARED_STEPS and one_process and is_comparable:
         result = compare_with_particles(result, evaluation, trained.state.kept, validation)
     return result
 

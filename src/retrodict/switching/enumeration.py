@@ -105,7 +105,7 @@ def _enumerate(
     model: SwitchingModel, series: Series, paths: Int[Array, "path time"]
 ) -> Enumeration:
     count, exists = model.num_regimes, series.exists()
-    if exists is not None:
+    if exists is not None and series.length is not None:
         # Paths that differ in padding alone are copies of one path, which share its probability.
         # Padded rows repeat the last regime.
         last = jnp.take(paths, series.length - 1, axis=1)
