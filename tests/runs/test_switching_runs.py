@@ -170,6 +170,7 @@ def test_states_and_regimes_of_several_series(levels: tuple, two_series: pd.Data
     assert np.isfinite(draws[0, :, :60]).all() and draws[0, :, 22, 0].std() > 0
 
 
+@pytest.mark.slow
 def test_approximate_posterior_is_compared_with_importance_weights(levels: tuple):
     run, table = levels
     checked = runs.check(run, table, num_particles=200)
@@ -273,6 +274,7 @@ def test_series_that_do_not_fit_are_refused(name: str, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["regimes=1"], ["regimes=2", "switching=mean,variance"]])
 def test_constant_series_get_an_answer(options: list[str], tmp_path: Path, monkeypatch):
     """The likelihood of a constant has no bound; the run says so, or its parameters are finite."""

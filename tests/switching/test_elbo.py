@@ -85,7 +85,7 @@ def z_scores(draws: Any, exact: Any) -> np.ndarray:
     return (np.mean(draws, axis=0) - exact) / error
 
 
-@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("num_samples", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_value_and_gradient_are_unbiased(ys, num_samples):
     at = (jnp.zeros(6), THETA)
     exact, slopes = jax.value_and_grad(by_quadrature, argnums=(0, 1))(*at, ys)
@@ -95,6 +95,7 @@ def test_value_and_gradient_are_unbiased(ys, num_samples):
         assert np.all(np.abs(z_scores(gradient, slope)) < Z_LIMIT)
 
 
+@pytest.mark.slow
 def test_gradient_varies_less_than_the_score_function(ys):
     at = (jnp.zeros(6), THETA)
     _, (gradients, _) = estimates(ys, 2, 2000, at)

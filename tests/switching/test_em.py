@@ -63,6 +63,7 @@ def test_one_regime_equals_exact_em():
     assert_close(actual.prior.covariance, expected.prior.covariance, 1e-8)
 
 
+@pytest.mark.slow
 def test_parameters_are_recovered_and_the_evidence_rises(simulated):
     zs, xs, ys = simulated
     start = two_regimes(transition=[kernel(0.5, -0.1, 0.5), kernel(0.5, 0.1, 0.5)])
@@ -103,6 +104,7 @@ def test_masked_entries_and_padding_have_no_effect(simulated):
     assert eqx.tree_equal(one.model, gap.model)
 
 
+@pytest.mark.slow
 def test_padded_series_equal_cut_series():
     plain, model = one_regime(kernel(1.0, 0.0, 0.5))
     _, ys = plain.simulate(jax.random.key(3), 30)
@@ -113,6 +115,7 @@ def test_padded_series_equal_cut_series():
     assert_close(padded.model.transition[0].weight, cut.model.transition[0].weight, 1e-9)
 
 
+@pytest.mark.slow
 def test_shared_parts_stay_shared_and_frozen_parts_stay(simulated):
     _, _, ys = simulated
     shared = kernel(0.9, 0.0, 0.3)
@@ -126,6 +129,7 @@ def test_shared_parts_stay_shared_and_frozen_parts_stay(simulated):
     assert not eqx.tree_equal(result.model.emission[0], emissions[0])
 
 
+@pytest.mark.slow
 def test_columns_with_gaps_of_their_own():
     """A column that is never observed with the other keeps the moments of its own rows."""
     emission = rd.LinearGaussianKernel(jnp.ones((2, 1)), jnp.zeros(2), rd.Diagonal(jnp.ones(2)))
@@ -153,6 +157,7 @@ def test_columns_with_gaps_of_their_own():
         switching.em(jax.random.key(0), dense, ys, num_iterations=1, num_samples=2)
 
 
+@pytest.mark.slow
 def test_a_regime_without_data_is_restarted(simulated):
     _, _, ys = simulated
     # The second regime can never be entered at the start.
@@ -166,6 +171,7 @@ def test_a_regime_without_data_is_restarted(simulated):
     assert np.max(result.history) > result.history[0] + 0.01
 
 
+@pytest.mark.slow
 def test_more_regimes_than_the_data_support_are_reported(simulated):
     _, _, ys = simulated
     model = two_regimes(
@@ -185,6 +191,7 @@ def test_noise_stays_above_its_floor():
     assert float(result.model.transition[0].scale_tril[0, 0]) > 1e-5
 
 
+@pytest.mark.slow
 def test_recurrent_regimes_are_learned():
     # The regime is the sign of the state before.
     weight = jnp.array([[-10.0], [10.0]])

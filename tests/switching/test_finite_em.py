@@ -136,6 +136,7 @@ def test_em_and_gradients_find_the_same_maximum():
         np.testing.assert_allclose(rd.unwrap(a).mean, rd.unwrap(b).mean, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_several_starts_keep_the_best_and_report_all():
     model = gaussian_model()
     _, ys, _ = simulated(model, 200)

@@ -52,6 +52,7 @@ def test_the_evidence_ignores_padding_and_honours_masks():
     )
 
 
+@pytest.mark.slow
 def test_learns_a_model_with_a_state_and_leaves_frozen_parts():
     truth = switching_level()
     ys = truth.simulate(jax.random.key(2), 200)[2]

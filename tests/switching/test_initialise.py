@@ -58,6 +58,7 @@ def test_regimes_of_simulated_data_are_found(simulated):
     )
 
 
+@pytest.mark.slow
 def test_gaps_batches_padding_and_frozen_emissions(simulated):
     zs, _, ys = simulated
     ys = ys.at[100:110].set(jnp.nan)
@@ -73,6 +74,7 @@ def test_gaps_batches_padding_and_frozen_emissions(simulated):
     assert eqx.tree_equal(start, again)
 
 
+@pytest.mark.slow
 def test_a_few_rows_give_finite_values(simulated):
     _, _, ys = simulated
     start = switching.initialise(jax.random.key(1), drifting(), ys[:3], num_restarts=2)
@@ -81,6 +83,7 @@ def test_a_few_rows_give_finite_values(simulated):
     assert eqx.tree_equal(same, drifting())
 
 
+@pytest.mark.slow
 def test_fewer_columns_than_states_use_lags():
     model = switching.SwitchingModel(
         switching.Regimes.from_probabilities([0.5, 0.5], [[0.95, 0.05], [0.05, 0.95]]),
@@ -95,6 +98,7 @@ def test_fewer_columns_than_states_use_lags():
     assert jnp.isfinite(switching.gpb2_smoother(start, ys).log_evidence)
 
 
+@pytest.mark.slow
 def test_regimes_that_differ_in_the_emission_are_found():
     eye, zero = jnp.eye(1), jnp.zeros(1)
     model = switching.SwitchingModel(

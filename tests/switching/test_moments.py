@@ -56,6 +56,7 @@ def test_moments_agree_with_enumeration(simulated):
     assert_close(pair_mean, np.concatenate([mean[:-1], mean[1:]], axis=1), 1e-9)
 
 
+@pytest.mark.slow
 def test_paths_and_forced_regimes_are_averaged(simulated):
     _, _, ys = simulated
     batch = jax.tree.map(lambda leaf: leaf[None], model().series(ys, length=5))

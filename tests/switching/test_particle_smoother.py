@@ -113,7 +113,7 @@ def test_evidence_is_unbiased(resampling):
     assert abs(z_scores(ratios, jnp.ones(()))) < 4.5
 
 
-@pytest.mark.parametrize("case", ["three regimes", "padding"])
+@pytest.mark.parametrize("case", ["three regimes", pytest.param("padding", marks=pytest.mark.slow)])
 def test_smoothed_moments_agree_with_enumeration(case):
     # At most 60 z-scores, each above 5 with probability 6e-7: 4e-5 in all. With all histories kept,
     # the paths of each of 100 runs are exact draws, so that averages over runs are unbiased.
