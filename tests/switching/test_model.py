@@ -173,3 +173,13 @@ def test_wrong_paths_are_refused():
         model.log_joint(zs, xs, jnp.concatenate([ys, ys], axis=1))
     with raises_with(ValueError, "no continuous state", "(4, 1)"):
         hidden_markov(2).log_joint(zs, xs, ys)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_verbs_for_other_models_name_the_namespace():
+    """Other verbs expect models without regimes, and name the namespace of those with them."""
+    for verb in (rd.kalman_smoother, rd.extended_smoother):
+        with raises_with(
+            TypeError, "expects a StateSpaceModel, got SwitchingModel", "retrodict.switching"
+        ):
+            verb(linear(2, 1, 1), jnp.zeros((3, 1)))

@@ -22,6 +22,7 @@ from retrodict._model import (
     StateSpaceModel,
     dense_scale,
     prepare_data,
+    require_model,
     scale_diagonal,
     unwrap,
 )
@@ -197,6 +198,7 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
 
 def check_linear_gaussian(model: StateSpaceModel, owner: str) -> None:
     """Raise a `TypeError` that names the function `owner` unless the model is linear Gaussian."""
+    require_model(model, owner)
     if not isinstance(model.prior, Gaussian):
         raise TypeError(f"{owner} expects a Gaussian prior, got {type(model.prior).__name__}.")
     for name in ("transition", "emission"):

@@ -279,6 +279,7 @@ def prepare_data_row(model: StateSpaceModel, y: Any, *, mask: Any, inputs: Any) 
 
 def _expected_inputs(model: StateSpaceModel) -> dict[str, Any]:
     """Return whether the model takes inputs, and how many if a linear kernel shows it."""
+    require_model(model, "This function")
     kernels = (model.transition, model.emission)
     linear = [k for k in kernels if isinstance(k, LinearGaussianKernel) and k.takes_input]
     input_dim = linear[0].input_weight.shape[1] if linear else None
@@ -339,7 +340,9 @@ def check_densities(
 def require_model(model: Any, owner: str) -> None:
     """Refuse anything but a state-space model."""
     if not isinstance(model, StateSpaceModel):
-        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
+        with_regimes = " Verbs for models with regimes are in retrodict.switching."
+        hint = with_regimes if isinstance(model, AbstractModel) else ""
+        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.{hint}")
 
 
 def is_linear_gaussian(model: StateSpaceModel) -> bool:
