@@ -188,6 +188,7 @@ def test_chain_of_other_components_agrees_by_sampled_paths():
     assert error < 0.1 and abs(one.value - two.value) < Z_LIMIT * error
 
 
+@pytest.mark.slow
 def test_recurrent_regimes_agree_with_sampled_paths():
     model = eqx.tree_at(
         lambda m: m.regimes,

@@ -91,6 +91,7 @@ def test_parameters_are_recovered_and_the_evidence_rises(simulated):
     assert result.issues == ()
 
 
+@pytest.mark.slow
 def test_masked_entries_and_padding_have_no_effect(simulated):
     _, _, ys = simulated
     ys = ys[:40]
@@ -183,6 +184,7 @@ def test_more_regimes_than_the_data_support_are_reported(simulated):
     assert np.all(np.isfinite(result.history))
 
 
+@pytest.mark.slow
 def test_noise_stays_above_its_floor():
     model = one_regime(kernel(1.0, 0.0, 0.1))[1]
     ys = jnp.linspace(0.0, 1.0, 30)[:, None]

@@ -146,7 +146,12 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "learn", [pytest.param("family", marks=SLOW), pytest.param("model", marks=SLOW), "both"]
+    "learn",
+    [
+        pytest.param("family", marks=SLOW),
+        pytest.param("model", marks=SLOW),
+        pytest.param("both", marks=SLOW),
+    ],
 )
 def test_fit_moves_what_it_learns(learn):
     model = linear_model()

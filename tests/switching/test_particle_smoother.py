@@ -52,7 +52,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in ("two regimes", "padding") else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_all_paths_of_regimes_are_kept_and_the_filter_is_exact(case):
     num_regimes, dim, n, options = CASES[case]
     model = model_of(num_regimes, dim)
