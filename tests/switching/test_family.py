@@ -1,5 +1,6 @@
 """The family of switching models: its start, its protocol, and its training by `fit`."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,10 @@ def test_fit_takes_masks_lengths_inputs_restarts_and_held_out_series():
     assert result.restart_scores.shape == (2,) and np.all(np.isfinite(result.held_out))
 
 
-def test_fit_resumes_and_the_family_is_saved(tmp_path: Path):
+def test_fit_resumes_and_the_family_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # As after many steps, when fits of other models are compared with particle filters.
+    module = importlib.import_module("retrodict._learning.fit")
+    monkeypatch.setattr(module, "MIN_COMPARED_STEPS", 1)
     model = linear_model()
     ys, path = simulate(model, BATCH), tmp_path / "fit.rd"
     whole = fit(network_family(2), model, ys, learn="both")
