@@ -30,7 +30,7 @@ import retrodict as rd
 jax.config.update("jax_enable_x64", True)
 
 NUM_ROWS = 1000
-NUM_PATHS = 100
+NUM_PATHS, REFERENCE_PATHS = 25, 100
 NUM_PARTICLES = 10_000
 REFERENCE = "rao_blackwellised"
 
@@ -75,7 +75,7 @@ def by_particles(key: Any, ys: jax.Array) -> Any:
         MODEL,
         ys,
         num_particles=NUM_PARTICLES,
-        num_samples=NUM_PATHS,
+        num_samples=REFERENCE_PATHS,
         strict=False,
         mask=True,
     ).marginals
@@ -151,6 +151,7 @@ def main() -> None:
         "dtype": "float64",
         "rows": NUM_ROWS,
         "paths": NUM_PATHS,
+        "reference_paths": REFERENCE_PATHS,
         "particles": NUM_PARTICLES,
         "seeds": options.seeds,
         "methods": methods,
