@@ -178,7 +178,8 @@ def test_wrong_paths_are_refused():
 @pytest.mark.usefixtures("untyped")
 def test_verbs_for_other_models_name_the_namespace():
     """Other verbs expect models without regimes, and name the namespace of those with them."""
-    for verb in (rd.kalman_smoother, rd.extended_smoother):
+    verbs: tuple[Any, ...] = (rd.kalman_smoother, rd.extended_smoother)
+    for verb in verbs:
         with raises_with(
             TypeError, "expects a StateSpaceModel, got SwitchingModel", "retrodict.switching"
         ):
